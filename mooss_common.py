@@ -1,0 +1,556 @@
+"""Small helpers that both MOOSS scripts share: command line, devices, OpenGL, run folder, logs, checkpoints, signals.
+
+Nothing in this file teaches anything about the method; read `sac_mooss_dmc.py` or `rainbow_mooss_atari.py` for that.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import difflib
+import errno
+import fcntl
+import functools
+import json
+import math
+import os
+import pickle
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from PIL import Image, ImageDraw
+
+CHECKPOINT_FORMAT = 1
+# Flags that may change between a run and its continuation: they touch where and how it runs, not what it computes.
+FREE_TO_CHANGE = {"resume", "run_root", "checkpoint_every", "device", "replay_device", "capture_video", "track",
+                  "wandb_project", "wandb_entity", "wandb_group", "eval_only", "checkpoint"}
+
+
+class UsageError(Exception):
+    """An error a person can cause and mend. Its message is one sentence; the process ends with exit code 2."""
+
+
+# ---------------------------------------------------------------------------------------------- command line
+def run_cli(args_class, main, argv=None):
+    """Parse the command line, run `main(args)`, exit with its code; a UsageError becomes one sentence and code 2."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for field in dataclasses.fields(args_class):
+        if field.type == bool | None:  # tyro wants a value here; people type --share-mask and --no-share-mask
+            flag = field.name.replace("_", "-")
+            for typed, value in ((f"--{flag}", "True"), (f"--no-{flag}", "False")):
+                if typed in argv and argv[argv.index(typed) + 1:][:1] not in (["True"], ["False"], ["None"]):
+                    argv[argv.index(typed):argv.index(typed) + 1] = [f"--{flag}", value]
+    try:
+        sys.exit(main(tyro.cli(args_class, args=argv)))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def require(condition, sentence):
+    if not condition:
+        raise UsageError(sentence)
+
+
+def check_numbers(args, **ranges):
+    """An int is at least 1 and a float in [0, 1], unless `name=(low, high)` says else; None and NaN are in no range."""
+    for name, value in dataclasses.asdict(args).items():
+        kind = type(value)
+        if kind in (int, float):
+            low, high = ranges.get(name, (1, math.inf) if kind is int else (0.0, 1.0))
+            limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+            require(low <= value <= high and math.isfinite(value),
+                    f"--{name.replace('_', '-')} {value} is out of range: it must be {limits}")
+
+
+def require_known(flag, name, names):
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.0)
+        raise UsageError(f"{flag} {name} is unknown: the nearest names are {', '.join(near)}")
+
+
+def require_name(flag, name):
+    """A name that becomes part of a folder's name must not lead out of it."""
+    require(re.fullmatch(r"[A-Za-z0-9_.+=-]+", name) and set(name) != {"."} and len(name) <= 100,
+            f"{flag} {name!r} cannot be part of a folder's name: use letters, digits and _ . + = -")
+
+
+# ---------------------------------------------------------------------------------------------- seeds and devices
+def derive_seed(*parts):
+    """A 32-bit seed from several parts (numbers or words), so that streams never overlap by arithmetic."""
+    numbers = [part if isinstance(part, int) else zlib.crc32(part.encode()) for part in parts]
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def pick_device(name):
+    """`auto`, `cpu`, `cuda` or `cuda:N`, checked; everything else in a script just uses the device it gets."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    require(re.fullmatch(r"cpu|cuda(:\d+)?", name), f"--device {name} is unknown: use auto, cpu, cuda or cuda:N")
+    if name == "cpu":
+        return torch.device("cpu")
+    require(torch.cuda.is_available(), f"--device {name} needs a CUDA build of torch and a GPU: use --device cpu")
+    device = torch.device("cuda", int(name[5:] or 0))
+    require(device.index < torch.cuda.device_count(),
+            f"--device {name} does not exist: this machine shows {torch.cuda.device_count()} GPU(s), counted from 0")
+    return device
+
+
+def configure_torch(seed, device, deterministic):
+    """Seed every generator and choose speed (TF32, cuDNN autotuning) or determinism, in one place."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = device.type == "cuda" and not deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+
+
+def maybe_compile(function, enabled, device):
+    """torch.compile for fixed shapes; on CUDA `reduce-overhead` brings CUDA graphs, whose outputs must be copied."""
+    if not enabled:
+        return function
+    on_cuda = device.type == "cuda"
+    compiled = torch.compile(function, dynamic=False, mode="reduce-overhead" if on_cuda else None)
+
+    def call(*inputs):
+        torch.compiler.cudagraph_mark_step_begin()
+        return tuple(output.clone() for output in compiled(*inputs))
+
+    return call if on_cuda else compiled
+
+
+def free_memory(device):
+    """Bytes that can still be allocated on the device; for the CPU a container's limit counts too."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError):
+        free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is the word "max"
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return free
+
+
+def place_replay(choice, device, build):
+    """Build the replay where it fits. auto: on the GPU if that leaves at least half of its free memory."""
+    size = build(device=torch.device("meta")).nbytes
+    if choice == "auto":
+        choice = "cuda" if device.type == "cuda" and size < free_memory(device) / 2 else "cpu"
+    require(choice == "cpu" or device.type == "cuda", f"--replay-device cuda needs --device cuda, not {device}")
+    home = device if choice == "cuda" else torch.device("cpu")
+    free = free_memory(home)
+    require(size < free, f"the replay needs {size / 1e9:.2f} GB but only {free / 1e9:.2f} GB are free on {home}: "
+                         "choose a smaller --buffer-size")
+    return build(device=home)
+
+
+# ---------------------------------------------------------------------------------------------- OpenGL
+GL_PROBE = """
+from dm_control import mujoco
+xml = '<mujoco><worldbody><light pos="0 0 2"/><geom size="1"/></worldbody></mujoco>'
+physics = mujoco.Physics.from_xml_string(xml)
+assert physics.render(16, 16).any()
+"""
+
+
+@functools.cache
+def use_headless_gl(device):
+    """Set MUJOCO_GL (dm_control reads it when imported) to a backend that really renders a frame, and return it."""
+    asked = os.environ.get("MUJOCO_GL")
+    settings = [{"MUJOCO_GL": name} for name in ((asked,) if asked else ("egl", "osmesa", "glfw"))]
+    if device.type == "cuda" and "MUJOCO_EGL_DEVICE_ID" not in os.environ:  # render on the GPU that trains
+        index = dict(enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))).get(device.index, "")
+        index = index if index.isdigit() else device.index
+        egl = [setting for setting in settings if setting["MUJOCO_GL"] == "egl"]
+        settings = [{**setting, "MUJOCO_EGL_DEVICE_ID": str(index)} for setting in egl] + settings
+    for setting in settings:
+        probe = subprocess.run([sys.executable, "-c", GL_PROBE], env={**os.environ, **setting}, capture_output=True)
+        if probe.returncode == 0:
+            os.environ.update(setting)
+            return setting["MUJOCO_GL"]
+    if asked:
+        raise UsageError(f"MUJOCO_GL={asked} cannot render here: unset it, so that a working backend is looked for")
+    raise UsageError("no OpenGL backend can render here: install EGL (Debian, Ubuntu: apt-get install libegl1 "
+                     "libgl1-mesa-dri) or OSMesa (apt-get install libosmesa6)")
+
+
+# ---------------------------------------------------------------------------------------------- run folder
+class RunFolder:
+    """`runs/{env_id}__{exp_name}__s{seed}/`, claimed by one process at a time. `check` writes nothing."""
+
+    def __init__(self, args):
+        self.path = Path(args.run_root) / f"{args.env_id}__{args.exp_name}__s{args.seed}"
+        self.args = args
+
+    def check(self):
+        """Refuse, in the first second, a folder that is not ours to write to."""
+        if not self.path.exists():
+            return
+        require(self.args.resume, f"{self.path} exists: add --resume to continue it, or choose another --exp-name")
+        require(self.path.is_dir(), f"{self.path} is not a folder: choose another --exp-name")
+        saved = self.path / "args.json"
+        require(saved.is_file() or not any(self.path.iterdir()), f"{self.path} holds no run (args.json is missing)")
+        if saved.is_file():
+            refuse_other_args(self.path, json.loads(saved.read_text()), self.args)
+
+    def claim(self):
+        """Create and lock the folder; the lock goes with the process, so that a dead one blocks nobody."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=self.args.resume)
+            self._lock = open(self.path / ".lock", "w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_atomically(self.path / "args.json", json.dumps(dataclasses.asdict(self.args), indent=1).encode())
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
+                raise UsageError(f"another process is running in {self.path}") from error
+            if isinstance(error, FileExistsError):
+                raise UsageError(f"{self.path} exists: add --resume to continue it") from error
+            raise UsageError(f"cannot write to {self.path}: {error.strerror}") from error
+        return self.path
+
+
+def refuse_other_args(source, saved, args):
+    """A run continues with the flags it began with; the sentence names what differs."""
+    saved, now = (json.loads(json.dumps(values)) for values in (saved, dataclasses.asdict(args)))
+    longer = now["total_timesteps"] >= saved.get("total_timesteps", 0)
+    free = FREE_TO_CHANGE | ({"total_timesteps"} if longer else set())
+    differs = [f"{name} was {saved.get(name)!r}, is {now.get(name)!r}" for name in sorted(now.keys() | saved.keys())
+               if name not in free and now.get(name) != saved.get(name)]
+    require(not differs, f"{source} was made with other settings ({'; '.join(differs)}): repeat the run's own flags")
+
+
+def write_atomically(path, data):
+    """Write beside, flush to disk, rename: a reader finds the old file or the new one, never half of one."""
+    beside = path.with_name(path.name + ".new")
+    with open(beside, "wb") as file:
+        file.write(data) if isinstance(data, bytes) else torch.save(data, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+def save_checkpoint(run_dir, script, args, agent, replay, logger, counters):
+    """Write `checkpoint.pt`, keep the one before it, and add only the new rows of the replay to `replay/`.
+
+    Replay rows never change once stored, so each checkpoint adds one file with the rows since the last one; files
+    that neither checkpoint needs any more are removed at the end.
+    """
+    (run_dir / "replay").mkdir(exist_ok=True)
+    oldest_row = max(0, replay.rows - replay.capacity)
+    pieces = [piece for piece in replay.saved_pieces if piece["end"] > oldest_row]
+    begin = pieces[-1]["end"] if pieces else oldest_row
+    if begin < replay.rows:
+        pieces.append({"begin": begin, "end": replay.rows, "file": f"{begin:09d}-{replay.rows:09d}.pt"})
+        write_atomically(run_dir / "replay" / pieces[-1]["file"], replay.read_rows(begin, replay.rows))
+    newest, fresh = run_dir / "checkpoint.pt", run_dir / "checkpoint_next.pt"
+    write_atomically(fresh, {
+        "format": CHECKPOINT_FORMAT, "script": script, "args": dataclasses.asdict(args), **counters,
+        "agent": agent.state_dict(), "metrics": {key: float(value) for key, value in agent.metrics.items()},
+        "optimizers": {name: optimizer.state_dict() for name, optimizer in agent.optimizers.items()},
+        "replay_rng": replay.rng.bit_generator.state, "replay_pieces": pieces, "logger": logger.state(),
+        "torch_rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all()})
+    if newest.exists():
+        os.replace(newest, run_dir / "checkpoint_previous.pt")
+    os.replace(fresh, newest)
+    needed = {piece["file"] for piece in pieces + replay.saved_pieces}
+    replay.saved_pieces = pieces
+    for file in (run_dir / "replay").iterdir():
+        if file.name not in needed:
+            file.unlink()
+
+
+def resume(run_dir, script, args, agent, replay):
+    """Restore agent, replay and random states from the newest whole checkpoint and return it (None: there is none)."""
+    candidates = [run_dir / name for name in ("checkpoint.pt", "checkpoint_next.pt", "checkpoint_previous.pt")]
+    candidates = [path for path in candidates if path.exists()]
+    for path in candidates:
+        try:
+            state = read_checkpoint(path, script)
+            pieces = [read_tensors(run_dir / "replay" / piece["file"]) for piece in state["replay_pieces"]]
+        except UsageError as error:
+            print(f"skipping a checkpoint: {error}", file=sys.stderr)
+            continue
+        refuse_other_args(path, state["args"], args)
+        for piece, rows in zip(state["replay_pieces"], pieces):
+            replay.write_rows(piece["begin"], rows)
+        replay.saved_pieces, replay.rng.bit_generator.state = state["replay_pieces"], state["replay_rng"]
+        agent.load_state_dict(state["agent"])
+        agent.metrics = state["metrics"]
+        for name, optimizer in agent.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
+        torch.set_rng_state(state["torch_rng"])
+        for index, cuda_rng in enumerate(state["cuda_rng"][:torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(cuda_rng, index)
+        print(f"resuming {path} at step {state['step']:,}")
+        return state
+    require(not candidates, f"no checkpoint in {run_dir} is whole")
+    return None
+
+
+def read_checkpoint(path, script):
+    """The contents of a checkpoint file, its checksums verified; nothing in it is ever executed."""
+    path = Path(path)
+    require(path.is_file(), f"there is no checkpoint file {path}")
+    state = read_tensors(path)
+    require(isinstance(state, dict) and "format" in state, f"{path} is not a checkpoint of this project")
+    require(state["format"] == CHECKPOINT_FORMAT,
+            f"{path} has checkpoint format {state['format']}, this version reads format {CHECKPOINT_FORMAT}")
+    require(state["script"] == script, f"{path} was written by {state['script']}.py: use that script")
+    return state
+
+
+def read_tensors(path):
+    """torch.load without pickled code, after a check of the file's own checksums."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        require(damaged is None, f"{path} is damaged: its part {damaged} does not match its checksum")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error,
+            pickle.UnpicklingError) as error:
+        raise UsageError(f"{path} is damaged or is not a checkpoint ({type(error).__name__})") from error
+
+
+# ---------------------------------------------------------------------------------------------- signals
+class StopRequest:
+    """SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 ask the loop to checkpoint and leave with code 128 + signal number.
+
+    A second SIGINT leaves at once.
+    """
+
+    def __init__(self):
+        self.signal = None
+        self._before = {number: signal.signal(number, self._ask) for number in
+                        (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+
+    def _ask(self, number, frame):
+        if number == signal.SIGINT and self.signal is not None:
+            os._exit(128 + number)
+        self.signal = number
+
+    @property
+    def exit_code(self):
+        return 128 + self.signal
+
+    def close(self):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+# ---------------------------------------------------------------------------------------------- logs
+class CsvFile:
+    """Rows with fixed columns, flushed one by one; continued at the byte where a checkpoint left it."""
+
+    def __init__(self, path, columns, size=0):
+        self.columns = columns
+        self.file = open(path, "a+", newline="")
+        self.file.truncate(size)
+        self.writer = csv.DictWriter(self.file, columns, restval="", extrasaction="raise")
+        if size == 0:
+            self.writer.writeheader()
+
+    def write(self, row):
+        self.writer.writerow(row)
+        self.file.flush()
+
+    @property
+    def size(self):
+        self.file.flush()
+        return self.file.tell()
+
+
+class RunLogger:
+    """train.csv, eval.csv, TensorBoard and (with --track) Weights & Biases behind one call each."""
+
+    EVAL_COLUMNS = ("step", "update", "hours", "episode", "return", "length")
+
+    def __init__(self, run_dir, args, metrics, state=None):
+        from torch.utils.tensorboard import SummaryWriter  # slow to import; not needed to read --help
+
+        step, state = (state["step"], state["logger"]) if state else (None, dict(hours=0.0, train_size=0, eval_size=0))
+        self.began = time.time() - 3600 * state["hours"]
+        self.train_csv = CsvFile(run_dir / "train.csv", ("step", "update", "hours", *metrics), state["train_size"])
+        self.eval_csv = CsvFile(run_dir / "eval.csv", self.EVAL_COLUMNS, state["eval_size"])
+        self.tensorboard = SummaryWriter(run_dir, purge_step=step)
+        self.tensorboard.add_text("hyperparameters", "| flag | value |\n|---|---|\n" + "\n".join(
+            f"| --{name.replace('_', '-')} | {value} |" for name, value in dataclasses.asdict(args).items()))
+        self.wandb = start_wandb(run_dir, args) if args.track else None
+
+    @property
+    def hours(self):
+        return (time.time() - self.began) / 3600
+
+    def state(self):
+        return {"hours": self.hours, "train_size": self.train_csv.size, "eval_size": self.eval_csv.size}
+
+    def scalars(self, step, values):
+        for key, value in values.items():
+            self.tensorboard.add_scalar(key, value, step)
+        if self.wandb:
+            self.wandb.log({"step": step, **values})
+
+    def train(self, step, update, metrics):
+        values = {key: float(value) for key, value in metrics.items()}
+        self.train_csv.write({"step": step, "update": update, "hours": f"{self.hours:.5f}",
+                              **{key: f"{value:.6g}" for key, value in values.items()}})
+        self.scalars(step, values)
+
+    def evaluation(self, step, update, episodes):
+        for number, (score, length) in enumerate(episodes):
+            self.eval_csv.write({"step": step, "update": update, "hours": f"{self.hours:.5f}", "episode": number,
+                                 "return": f"{score:.6g}", "length": length})
+        scores = [score for score, _ in episodes]
+        self.scalars(step, {"eval/return_mean": float(np.mean(scores)), "eval/return_std": float(np.std(scores))})
+
+    def mooss_pictures(self, step, last_mooss_step, seq_len, pixel_scale):
+        """What a MOOSS step saw: the newest frame of each observation above its masked self, and how similar queries
+        and keys of a sequence are by temporal distance."""
+        if last_mooss_step is None:
+            return
+        obs, masks, similarity = last_mooss_step
+        newest = torch.stack([obs, obs.masked_fill(masks, 0)])[:, :, -3:] * pixel_scale  # (2, F, 3 or 1, H, W)
+        newest = newest.clamp(0, 255).byte().expand(-1, -1, 3, -1, -1).permute(0, 1, 3, 4, 2).cpu().numpy()
+        blocks = similarity.view(-1, seq_len, len(similarity) // seq_len, seq_len).diagonal(dim1=0, dim2=2).mean(2)
+        by_distance = [torch.cat([blocks.diagonal(k), blocks.diagonal(-k)]).mean().item() for k in range(seq_len)]
+        images = {"mooss/masked_observations": image_grid(newest),
+                  "mooss/similarity_by_distance": bar_chart(by_distance, "query-key similarity by temporal distance")}
+        for key, image in images.items():
+            self.tensorboard.add_image(key, image, step, dataformats="HWC")
+
+    def close(self):
+        self.train_csv.file.close()
+        self.eval_csv.file.close()
+        self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def start_wandb(run_dir, args):
+    """A Weights & Biases run whose id is kept in the run folder, so that --resume continues it."""
+    import wandb
+
+    id_file = run_dir / "wandb_id.txt"
+    if not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex[:8])
+    run = wandb.init(project=args.wandb_project, entity=args.wandb_entity, group=args.wandb_group, name=run_dir.name,
+                     id=id_file.read_text(), resume="allow", dir=run_dir, config=dataclasses.asdict(args))
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+class Progress:
+    """One live line on a terminal; elsewhere a plain line every half minute."""
+
+    def __init__(self, total):
+        self.total, self.live = total, sys.stdout.isatty()
+        self.every = 0.5 if self.live else 30.0
+        self.shown, self.mark, self.update_times = 0.0, None, []
+
+    def show(self, step, update, metrics):
+        now = time.time()
+        if now - self.shown < self.every:
+            return
+        self.shown = now
+        names = ("charts/episodic_return", "losses/critic", "losses/actor", "losses/rl", "losses/mooss")
+        text = f"step {step:,}/{self.total:,}  update {update:,}  " + "  ".join(
+            f"{name.split('/')[1]} {float(metrics[name]):.4g}" for name in names if name in metrics)
+        if self.mark and step > self.mark[1]:
+            then, old_step, old_update = self.mark
+            left = (self.total - step) * (now - then) / (step - old_step)
+            text += f"  {(update - old_update) / (now - then):.2f} updates/s  ETA {clock(left)}"
+        if self.mark is None or now - self.mark[0] > 60:  # rates over about the last minute
+            self.mark = (now, step, update)
+        self.say(text, end="" if self.live else "\n")
+
+    def say(self, text, end="\n"):
+        """Print a line without tearing the live one."""
+        print(f"\r\033[K{text}" if self.live else text, end=end, flush=True)
+
+    def warn_cpu(self, updates_left):
+        """Called once an update: after the first five, tell how long the whole run will take."""
+        self.update_times.append(time.time())
+        if len(self.update_times) == 5:
+            seconds = (self.update_times[4] - self.update_times[1]) / 3
+            self.say(f"an update takes {seconds:.2f} s on this CPU, so this run needs about "
+                     f"{seconds * updates_left / 3600:.1f} hours; --preset laptop has sizes for a CPU")
+
+
+def clock(seconds):
+    return f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d}:{int(seconds % 60):02d}"
+
+
+def due(step, every, stride, first=False):
+    """Whether this step is the first at or after a multiple of `every` (0: never); step 0 counts only if `first`."""
+    return every > 0 and step % every < stride and (step > 0 or first)
+
+
+def mean_std(scores):
+    return f"{np.mean(scores):.1f} ± {np.std(scores):.1f} over {len(scores)} episodes"
+
+
+def print_banner(args, run_dir, device, replay, preset_fields):
+    """What runs where, before anything slow begins."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    gl = f", MUJOCO_GL={os.environ['MUJOCO_GL']}" if "MUJOCO_GL" in os.environ else ""
+    print(f"{args.env_id}, seed {args.seed}, preset {args.preset} -> {run_dir}\n"
+          f"device {device} ({name}){gl}; replay {replay.nbytes / 1e9:.2f} GB on {replay.device}\n"
+          "resolved: " + " ".join(f"{field}={getattr(args, field)}" for field in preset_fields), flush=True)
+
+
+def write_eval_only(path, step, episodes):
+    """Append the episodes of --eval-only to a file of their own and print them."""
+    new = not path.exists()
+    with open(path, "a", newline="") as file:
+        writer = csv.writer(file)
+        if new:
+            writer.writerow(("step", "episode", "return", "length"))
+        writer.writerows((step, number, f"{score:.6g}", length) for number, (score, length) in enumerate(episodes))
+    print(f"step {step:,}: return {mean_std([score for score, _ in episodes])}; written to {path}")
+
+
+# ---------------------------------------------------------------------------------------------- pictures
+def image_grid(rows):
+    """Stack rows of same-sized uint8 images (N, H, W, 3) into one picture with thin white gaps."""
+    padded = [np.pad(row, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=255) for row in rows]
+    return np.concatenate([np.concatenate(list(row), axis=1) for row in padded], axis=0)
+
+
+def bar_chart(values, title):
+    """A small labelled bar chart as an RGB array: what TensorBoard needs, without a plotting library."""
+    width, height, base = 40 * len(values) + 60, 240, 200
+    low, high = min(0.0, *values), max(1e-6, *values)
+    image = Image.new("RGB", (width, height), "white")
+    draw = ImageDraw.Draw(image)
+    at = [base - 160 * (value - low) / (high - low) for value in (*values, 0.0)]
+    draw.text((10, 8), title, fill="black")
+    for number, value in enumerate(values):
+        left = 40 + 40 * number
+        draw.rectangle((left, min(at[number], at[-1]), left + 28, max(at[number], at[-1])), fill=(70, 110, 180))
+        draw.text((left + 8, base + 8), str(number), fill="black")
+        draw.text((left, min(at[number], at[-1]) - 14), f"{value:.2f}", fill="black")
+    return np.asarray(image)
+
+
+def write_video(path, frames, fps=25):
+    """An mp4 of RGB frames (T, H, W, 3), doubled in size so that players show more than a stamp."""
+    import imageio
+
+    path.parent.mkdir(exist_ok=True)
+    doubled = np.repeat(np.repeat(np.asarray(frames), 2, axis=1), 2, axis=2)
+    imageio.mimwrite(path, doubled, fps=fps, macro_block_size=2)

@@ -1,0 +1,134 @@
+"""Random-walk masks: exact size, connected, varied, fair to all quadrants, and cheap."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from conftest import tiny_args
+from sac_mooss_dmc import MaskBank, random_walk_masks, uniform_cube_masks
+
+GRID = (4, 12, 12)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def is_connected(mask, connectivity):
+    """Flood fill from one masked node reaches all of them."""
+    nodes = {tuple(node) for node in mask.nonzero().tolist()}
+    frontier = [next(iter(nodes))]
+    reached = set(frontier)
+    while frontier:
+        node = frontier.pop()
+        for other in nodes - reached:
+            steps = [abs(a - b) for a, b in zip(node, other)]
+            if max(steps) == 1 and (connectivity == 26 or sum(steps) == 1):
+                reached.add(other)
+                frontier.append(other)
+    return reached == nodes
+
+
+@pytest.mark.parametrize("make", [random_walk_masks, uniform_cube_masks])
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.77, 1.0])
+def test_masks_have_exactly_floor_ratio_nodes(make, ratio):
+    masks = make(5, GRID, ratio, generator())
+    assert masks.shape == (5, *GRID) and masks.dtype == torch.bool
+    assert (masks.flatten(1).sum(1) == math.floor(ratio * 576)).all()
+
+
+@pytest.mark.parametrize("connectivity", [26, 6])
+def test_walk_masks_are_connected(connectivity):
+    for mask in random_walk_masks(6, GRID, 0.3, generator(), connectivity):
+        assert is_connected(mask, connectivity)
+
+
+def test_cube_masks_are_not_connected_in_general():
+    """So the test above can fail: scattered cubes of the same number do not hang together."""
+    assert not any(is_connected(mask, 6) for mask in uniform_cube_masks(6, GRID, 0.1, generator()))
+
+
+@pytest.mark.parametrize("make", [random_walk_masks, uniform_cube_masks])
+def test_masks_differ_between_sequences(make):
+    masks = make(50, GRID, 0.5, generator()).flatten(1)
+    assert len({tuple(mask.tolist()) for mask in masks}) == 50
+
+
+def quadrant_shares(masks):
+    """How often each spatial quadrant is masked: top-left, top-right, bottom-left, bottom-right."""
+    spatial = masks.float().mean((0, 1))
+    return torch.stack([part.mean() for half in spatial.chunk(2, 0) for part in half.chunk(2, 1)])
+
+
+def test_walks_from_random_roots_treat_quadrants_alike():
+    shares = quadrant_shares(random_walk_masks(3000, GRID, 0.1, generator()))
+    assert (shares / shares.mean() - 1).abs().max() < 0.1
+
+
+def test_fixed_root_favours_its_own_quadrant():
+    """D5: the authors' root masks the top-left quadrant about 8 times as often as the opposite one at p = 10%."""
+    shares = quadrant_shares(random_walk_masks(2000, GRID, 0.1, generator(), root="fixed"))
+    assert 5 < shares[0] / shares[3] < 12
+
+
+def test_fixed_root_is_the_middle_slice_corner():
+    masks = random_walk_masks(20, GRID, 1 / 576, generator(), root="fixed")
+    assert (masks.nonzero()[:, 1:] == torch.tensor([2, 0, 0])).all()
+
+
+def test_walk_steps_are_uniform_over_neighbours():
+    """Two nodes of a 1x2x2 grid: each of the three neighbours of the root is the second one equally often."""
+    masks = random_walk_masks(7000, (1, 2, 2), 0.5, generator(1), root="fixed").flatten(1)  # root: node 2
+    second = masks[:, [0, 1, 3]].float().mean(0)
+    assert (second - 1 / 3).abs().max() < 0.03
+
+
+def test_single_cube_grid_works():
+    assert random_walk_masks(3, (1, 1, 1), 1.0, generator()).all()
+    assert not random_walk_masks(3, (1, 1, 1), 0.5, generator()).any()
+
+
+def test_bank_is_a_function_of_seed_and_update():
+    args = tiny_args()
+    bank, other = MaskBank(args, torch.device("cpu")), MaskBank(args, torch.device("cpu"))
+    first = bank(3)
+    bank(70)  # a later block
+    assert torch.equal(first, other(3)) and torch.equal(first, bank(3))
+    assert not torch.equal(first, bank(4))
+    assert not torch.equal(first, MaskBank(tiny_args(seed=2), torch.device("cpu"))(3))
+
+
+def test_bank_masks_whole_cubes_of_pixels():
+    args = tiny_args()
+    masks = MaskBank(args, torch.device("cpu"))(0)
+    assert masks.shape == (args.aux_batch_size * args.seq_len, 1, 21, 21)
+    cubes = masks.view(3, 2, 4, 3, 7, 3, 7).permute(0, 1, 3, 5, 2, 4, 6).flatten(4)  # (B, F/f, H/h, W/w, f*h*w)
+    assert (cubes.all(-1) == cubes.any(-1)).all()
+    assert (cubes.all(-1).flatten(1).sum(1) == 9).all()
+
+
+def test_share_mask_gives_one_mask_to_the_batch():
+    args = tiny_args(share_mask=True)
+    masks = MaskBank(args, torch.device("cpu"))(0).view(3, -1)
+    assert (masks == masks[0]).all()
+    masks = MaskBank(tiny_args(), torch.device("cpu"))(0).view(3, -1)
+    assert not (masks == masks[0]).all()
+
+
+def test_cube_bank_differs_from_walk_bank():
+    assert not torch.equal(MaskBank(tiny_args(), torch.device("cpu"))(0),
+                           MaskBank(tiny_args(mask_type="cube"), torch.device("cpu"))(0))
+
+
+def test_128_masks_cost_at_most_5_ms_amortised():
+    """The paper's 576-node graph at p = 50%, drawn as the mask bank does: for 64 updates at once."""
+    random_walk_masks(128, GRID, 0.5, generator())
+    costs = []
+    for seed in range(4):
+        began = time.perf_counter()
+        random_walk_masks(128 * MaskBank.UPDATES, GRID, 0.5, generator(seed))
+        costs.append((time.perf_counter() - began) / MaskBank.UPDATES)
+    print(f"{1000 * min(costs):.2f} ms for 128 masks")
+    assert min(costs) <= 0.005
