@@ -6,8 +6,8 @@ Nothing in this file teaches anything about the method; read `sac_mooss_dmc.py` 
 import contextlib
 import csv
 import dataclasses
+import datetime
 import difflib
-import errno
 import fcntl
 import functools
 import json
@@ -63,7 +63,7 @@ def require(condition, sentence):
 
 
 def check_numbers(args, **ranges):
-    """An int is at least 1 and a float in [0, 1], unless `name=(low, high)` says else; None and NaN are in no range."""
+    """An int is at least 1 and a float in [0, 1], unless `name=(low, high)` says else; NaN is in no range."""
     for name, value in dataclasses.asdict(args).items():
         kind = type(value)
         if kind in (int, float):
@@ -191,35 +191,33 @@ def use_headless_gl(device):
 
 # ---------------------------------------------------------------------------------------------- run folder
 class RunFolder:
-    """`runs/{env_id}__{exp_name}__s{seed}/`, claimed by one process at a time. `check` writes nothing."""
+    """`runs/{env_id}__{exp_name}__s{seed}/`, claimed by one process at a time."""
 
     def __init__(self, args):
-        self.path = Path(args.run_root) / f"{args.env_id}__{args.exp_name}__s{args.seed}"
-        self.args = args
+        self.path, self.args = Path(args.run_root) / f"{args.env_id}__{args.exp_name}__s{args.seed}", args
 
     def check(self):
-        """Refuse, in the first second, a folder that is not ours to write to."""
+        """Refuse in the first second, and without writing, a folder that is not ours to write to."""
         if not self.path.exists():
             return
         require(self.args.resume, f"{self.path} exists: add --resume to continue it, or choose another --exp-name")
         require(self.path.is_dir(), f"{self.path} is not a folder: choose another --exp-name")
         saved = self.path / "args.json"
-        require(saved.is_file() or not any(self.path.iterdir()), f"{self.path} holds no run (args.json is missing)")
         if saved.is_file():
             refuse_other_args(self.path, json.loads(saved.read_text()), self.args)
+        else:
+            require({file.name for file in self.path.iterdir()} <= {".lock"}, f"{self.path} holds no run of ours")
 
     def claim(self):
         """Create and lock the folder; the lock goes with the process, so that a dead one blocks nobody."""
         try:
             self.path.mkdir(parents=True, exist_ok=self.args.resume)
-            self._lock = open(self.path / ".lock", "w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.lock = open(self.path / ".lock", "w")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             write_atomically(self.path / "args.json", json.dumps(dataclasses.asdict(self.args), indent=1).encode())
+        except BlockingIOError as error:
+            raise UsageError(f"another process is running in {self.path}") from error
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
-                raise UsageError(f"another process is running in {self.path}") from error
-            if isinstance(error, FileExistsError):
-                raise UsageError(f"{self.path} exists: add --resume to continue it") from error
             raise UsageError(f"cannot write to {self.path}: {error.strerror}") from error
         return self.path
 
@@ -251,6 +249,8 @@ def save_checkpoint(run_dir, script, args, agent, replay, logger, counters):
     Replay rows never change once stored, so each checkpoint adds one file with the rows since the last one; files
     that neither checkpoint needs any more are removed at the end.
     """
+    if replay.saved_at == (counters["step"], counters["last_eval"]):
+        return
     (run_dir / "replay").mkdir(exist_ok=True)
     oldest_row = max(0, replay.rows - replay.capacity)
     pieces = [piece for piece in replay.saved_pieces if piece["end"] > oldest_row]
@@ -269,7 +269,7 @@ def save_checkpoint(run_dir, script, args, agent, replay, logger, counters):
         os.replace(newest, run_dir / "checkpoint_previous.pt")
     os.replace(fresh, newest)
     needed = {piece["file"] for piece in pieces + replay.saved_pieces}
-    replay.saved_pieces = pieces
+    replay.saved_pieces, replay.saved_at = pieces, (counters["step"], counters["last_eval"])
     for file in (run_dir / "replay").iterdir():
         if file.name not in needed:
             file.unlink()
@@ -289,7 +289,8 @@ def resume(run_dir, script, args, agent, replay):
         refuse_other_args(path, state["args"], args)
         for piece, rows in zip(state["replay_pieces"], pieces):
             replay.write_rows(piece["begin"], rows)
-        replay.saved_pieces, replay.rng.bit_generator.state = state["replay_pieces"], state["replay_rng"]
+        replay.saved_pieces, replay.saved_at = state["replay_pieces"], (state["step"], state["last_eval"])
+        replay.rng.bit_generator.state = state["replay_rng"]
         agent.load_state_dict(state["agent"])
         agent.metrics = state["metrics"]
         for name, optimizer in agent.optimizers.items():
@@ -343,10 +344,6 @@ class StopRequest:
         if number == signal.SIGINT and self.signal is not None:
             os._exit(128 + number)
         self.signal = number
-
-    @property
-    def exit_code(self):
-        return 128 + self.signal
 
     def close(self):
         for number, handler in self._before.items():
@@ -424,14 +421,14 @@ class RunLogger:
         if last_mooss_step is None:
             return
         obs, masks, similarity = last_mooss_step
-        newest = torch.stack([obs, obs.masked_fill(masks, 0)])[:, :, -3:] * pixel_scale  # (2, F, 3 or 1, H, W)
-        newest = newest.clamp(0, 255).byte().expand(-1, -1, 3, -1, -1).permute(0, 1, 3, 4, 2).cpu().numpy()
+        newest = torch.stack([obs, obs.masked_fill(masks, 0)])[:, :, -3:] * pixel_scale  # (2, F, 3, H, W)
+        strip = torch.nn.functional.pad(newest.clamp(0, 255).byte(), (1, 1, 1, 1), value=255).permute(0, 3, 1, 4, 2)
+        strip = strip.flatten(2, 3).flatten(0, 1).cpu().numpy()  # (2 * (H + 2), F * (W + 2), 3)
         blocks = similarity.view(-1, seq_len, len(similarity) // seq_len, seq_len).diagonal(dim1=0, dim2=2).mean(2)
         by_distance = [torch.cat([blocks.diagonal(k), blocks.diagonal(-k)]).mean().item() for k in range(seq_len)]
-        images = {"mooss/masked_observations": image_grid(newest),
-                  "mooss/similarity_by_distance": bar_chart(by_distance, "query-key similarity by temporal distance")}
-        for key, image in images.items():
-            self.tensorboard.add_image(key, image, step, dataformats="HWC")
+        chart = bar_chart(by_distance, "query-key similarity by temporal distance")
+        self.tensorboard.add_image("mooss/masked_observations", strip, step, dataformats="HWC")
+        self.tensorboard.add_image("mooss/similarity_by_distance", chart, step, dataformats="HWC")
 
     def close(self):
         self.train_csv.file.close()
@@ -472,8 +469,8 @@ class Progress:
             f"{name.split('/')[1]} {float(metrics[name]):.4g}" for name in names if name in metrics)
         if self.mark and step > self.mark[1]:
             then, old_step, old_update = self.mark
-            left = (self.total - step) * (now - then) / (step - old_step)
-            text += f"  {(update - old_update) / (now - then):.2f} updates/s  ETA {clock(left)}"
+            left = datetime.timedelta(seconds=int((self.total - step) * (now - then) / (step - old_step)))
+            text += f"  {(update - old_update) / (now - then):.2f} updates/s  ETA {left}"
         if self.mark is None or now - self.mark[0] > 60:  # rates over about the last minute
             self.mark = (now, step, update)
         self.say(text, end="" if self.live else "\n")
@@ -489,10 +486,6 @@ class Progress:
             seconds = (self.update_times[4] - self.update_times[1]) / 3
             self.say(f"an update takes {seconds:.2f} s on this CPU, so this run needs about "
                      f"{seconds * updates_left / 3600:.1f} hours; --preset laptop has sizes for a CPU")
-
-
-def clock(seconds):
-    return f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d}:{int(seconds % 60):02d}"
 
 
 def due(step, every, stride, first=False):
@@ -515,35 +508,26 @@ def print_banner(args, run_dir, device, replay, preset_fields):
 
 def write_eval_only(path, step, episodes):
     """Append the episodes of --eval-only to a file of their own and print them."""
-    new = not path.exists()
-    with open(path, "a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow(("step", "episode", "return", "length"))
-        writer.writerows((step, number, f"{score:.6g}", length) for number, (score, length) in enumerate(episodes))
+    table = CsvFile(path, ("step", "episode", "return", "length"), path.stat().st_size if path.exists() else 0)
+    for number, (score, length) in enumerate(episodes):
+        table.write({"step": step, "episode": number, "return": f"{score:.6g}", "length": length})
+    table.file.close()
     print(f"step {step:,}: return {mean_std([score for score, _ in episodes])}; written to {path}")
 
 
 # ---------------------------------------------------------------------------------------------- pictures
-def image_grid(rows):
-    """Stack rows of same-sized uint8 images (N, H, W, 3) into one picture with thin white gaps."""
-    padded = [np.pad(row, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=255) for row in rows]
-    return np.concatenate([np.concatenate(list(row), axis=1) for row in padded], axis=0)
-
-
 def bar_chart(values, title):
     """A small labelled bar chart as an RGB array: what TensorBoard needs, without a plotting library."""
-    width, height, base = 40 * len(values) + 60, 240, 200
-    low, high = min(0.0, *values), max(1e-6, *values)
-    image = Image.new("RGB", (width, height), "white")
+    image = Image.new("RGB", (40 * len(values) + 60, 240), "white")
     draw = ImageDraw.Draw(image)
-    at = [base - 160 * (value - low) / (high - low) for value in (*values, 0.0)]
     draw.text((10, 8), title, fill="black")
-    for number, value in enumerate(values):
+    low, high = min(0.0, *values), max(1e-6, *values)
+    *tops, zero = (200 - 160 * (value - low) / (high - low) for value in (*values, 0.0))
+    for number, (value, top) in enumerate(zip(values, tops)):
         left = 40 + 40 * number
-        draw.rectangle((left, min(at[number], at[-1]), left + 28, max(at[number], at[-1])), fill=(70, 110, 180))
-        draw.text((left + 8, base + 8), str(number), fill="black")
-        draw.text((left, min(at[number], at[-1]) - 14), f"{value:.2f}", fill="black")
+        draw.rectangle((left, min(top, zero), left + 28, max(top, zero)), fill=(70, 110, 180))
+        draw.text((left, min(top, zero) - 14), f"{value:.2f}", fill="black")
+        draw.text((left + 8, 208), str(number), fill="black")
     return np.asarray(image)
 
 

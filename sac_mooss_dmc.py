@@ -157,7 +157,7 @@ def resolve_args(args):
         buffer_size=(2 * args.seq_len + args.frame_stack, 10**8), beta1=below_one, beta2=below_one,
         alpha_beta1=below_one, alpha_beta2=below_one, init_temperature=(1e-6, 1e3), aux_weight=(0.0, 1e3),
         max_grad_norm=(1e-6, math.inf), cube_size=(1, args.image_size), cube_len=(1, args.seq_len),
-        decoder_heads=(1, args.state_dim), temporal_window=(0, args.seq_len - 1), tau0=(1e-3, 1e3), tau_step=(0.0, 1e3))
+        decoder_heads=(1, args.state_dim), temporal_window=(0, args.seq_len - 1), tau0=(1e-3, 1e3), tau_step=(0, 1e3))
     for whole, part in (("image_size", "cube_size"), ("seq_len", "cube_len"), ("state_dim", "decoder_heads")):
         a, b = getattr(args, whole), getattr(args, part)
         common.require(a % b == 0, f"--{part} {b} does not divide --{whole} {a}".replace("_", "-"))
@@ -192,8 +192,9 @@ def make_env(args, device):
 
     tasks = ["-".join(task) for task in shimmy.utils.envs_configs.DM_CONTROL_SUITE_ENVS]
     common.require_known("--env-id", args.env_id, tasks)
-    camera = dict(height=args.render_size, width=args.render_size, camera_id=args.camera_id)
-    env = gym.make(f"dm_control/{args.env_id}-v0", disable_env_checker=True, render_mode="rgb_array", render_kwargs=camera)
+    view = dict(height=args.render_size, width=args.render_size, camera_id=args.camera_id)
+    full_id = f"dm_control/{args.env_id}-v0"
+    env = gym.make(full_id, disable_env_checker=True, render_mode="rgb_array", render_kwargs=view)
     cameras, limit = env.unwrapped.physics.model.ncam, env.unwrapped._step_limit
     common.require(-1 <= args.camera_id < cameras,
                    f"--camera-id {args.camera_id} does not exist: {args.env_id} has 0 to {cameras - 1} (-1: free)")
@@ -227,7 +228,7 @@ class SequenceReplay:
         self.rows, self.first_row = 0, 0
         self.starts = {1: StartQueue(capacity), seq_len: StartQueue(capacity)}  # by the rows that must follow a start
         self.rng = np.random.default_rng(seed)
-        self.saved_pieces = []  # what the checkpoints of this run hold already (mooss_common.save_checkpoint)
+        self.saved_pieces, self.saved_at = [], None  # what this run's last checkpoint holds (mooss_common)
 
     @property
     def nbytes(self):
@@ -785,13 +786,7 @@ def main(args):
     logger = common.RunLogger(run_dir, args, METRICS, state)
     progress, stop = common.Progress(args.total_timesteps), common.StopRequest()
 
-    saved = (agent_step, last_eval)
-
     def checkpoint():
-        nonlocal saved
-        if saved == (agent_step, last_eval):
-            return
-        saved = (agent_step, last_eval)
         common.save_checkpoint(run_dir, SCRIPT, args, agent, replay, logger, dict(
             step=step, agent_step=agent_step, update=update, episode=episode, last_eval=last_eval,
             actions=torch.tensor(np.array(actions, np.float32)), obs_shape=obs_shape, action_dim=action_dim))
@@ -852,7 +847,7 @@ def main(args):
 
     for thing in (stop, logger, env, eval_env):
         thing.close()
-    return stop.exit_code if stop.signal else 0
+    return 128 + stop.signal if stop.signal else 0
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ def a_mooss_batch(args, agent, action_dim=1):
     torch.manual_seed(2)
     steps = args.aux_batch_size * args.seq_len
     shape = (steps, 9, args.image_size, args.image_size)
-    return (torch.rand(shape), torch.rand(shape), agent.masks(0), torch.rand(args.aux_batch_size, args.seq_len, action_dim),
-            torch.rand(args.aux_batch_size, args.seq_len, 1))
+    batch = (args.aux_batch_size, args.seq_len)
+    return torch.rand(shape), torch.rand(shape), agent.masks(0), torch.rand(*batch, action_dim), torch.rand(*batch, 1)
 
 
 def test_log_probability_equals_a_numerical_change_of_variables():
@@ -228,9 +228,10 @@ def test_paper_sizes():
 
 @pytest.mark.parametrize("changes", [
     dict(decoder_inputs="none"), dict(decoder_inputs="s"), dict(decoder_inputs="sar"), dict(mask_type="cube"),
-    dict(mask_ratio=0.0), dict(mask_ratio=1.0), dict(temporal_window=0), dict(temporal_window=7), dict(decoder_depth=3),
-    dict(level_reduction="sum"), dict(normalize_embeddings=False), dict(walk_connectivity=6), dict(walk_root="fixed"),
-    dict(share_mask=True), dict(rl_intensity=True), dict(crop_per_sequence=True), dict(pixel_scale=1.0),
+    dict(mask_ratio=0.0), dict(mask_ratio=1.0), dict(temporal_window=0), dict(temporal_window=7),
+    dict(decoder_depth=3), dict(level_reduction="sum"), dict(normalize_embeddings=False), dict(walk_connectivity=6),
+    dict(walk_root="fixed"), dict(share_mask=True), dict(rl_intensity=True), dict(crop_per_sequence=True),
+    dict(pixel_scale=1.0),
     dict(augmentations=()), dict(optimizer="adamw"), dict(amp="bf16"), dict(aux_batch_size=1), dict(preset="authors")])
 def test_every_variant_updates_with_finite_losses(changes):
     args = tiny_args(**changes)

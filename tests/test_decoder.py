@@ -1,5 +1,7 @@
 """The predictive decoder: causal, sized as in the paper, and sensitive to what each variant may see."""
 
+import math
+
 import pytest
 import torch
 
@@ -43,15 +45,15 @@ def test_no_transformer_treats_each_state_alone():
 
 
 def test_first_block_equals_a_hand_computation():
-    """Pre-norm attention and MLP with biases, interleaved tokens and shared sinusoidal positions, from the formulas."""
+    """Pre-norm attention and MLP with biases, interleaved tokens, shared sinusoidal positions: from the formulas."""
     torch.manual_seed(0)
     decoder = PredictiveDecoder(8, 2, depth=1, heads=2, head_dim=5).double()
     states, actions, _ = (x.double() for x in inputs(batch=1, length=3, dim=8))
     action_tokens = decoder.embed_action(actions)
     x = torch.zeros(6, 8, dtype=torch.float64)
     for i in range(3):
-        position = torch.tensor([f(i / 10000 ** (2 * (j // 2) / 8)) for j, f in
-                                 enumerate([__import__("math").sin, __import__("math").cos] * 4)], dtype=torch.float64)
+        position = torch.tensor([f(i / 10000 ** (2 * (j // 2) / 8)) for j, f in enumerate([math.sin, math.cos] * 4)],
+                                dtype=torch.float64)
         x[2 * i], x[2 * i + 1] = states[0, i] + position, action_tokens[0, i] + position
 
     def norm(v, layer):
@@ -66,7 +68,8 @@ def test_first_block_equals_a_hand_computation():
             scores = torch.softmax(torch.stack([q[t, h] @ k[u, h] / 2 for u in range(t + 1)]), 0)
             heads.append(sum(score * v[u, h] for u, score in enumerate(scores)))
         out[t] = x[t] + block.self_attn.out_proj(torch.cat(heads))
-    out = torch.stack([row + block.linear2(torch.nn.functional.gelu(block.linear1(norm(row, block.norm2)))) for row in out])
+    gelu = torch.nn.functional.gelu
+    out = torch.stack([row + block.linear2(gelu(block.linear1(norm(row, block.norm2)))) for row in out])
     queries = torch.stack([decoder.head(norm(out[2 * i], decoder.norm)) for i in range(3)])
     assert torch.allclose(decoder(states, actions)[0], queries, atol=1e-6)
 

@@ -150,10 +150,11 @@ def test_loss_costs_half_of_materialising_all_levels():
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         return [float(word) for word in out.split()]
 
-    for attempt in range(3):  # a shared machine can spoil a measurement
+    for _ in range(3):  # a shared machine can spoil a measurement
         fast_time, fast_memory, fast_value = measure("fast")
         plain_time, plain_memory, plain_value = measure("plain")
-        print(f"time {fast_time:.3f} / {plain_time:.3f} s, memory {fast_memory / 1024:.0f} / {plain_memory / 1024:.0f} MB")
+        print(f"time {fast_time:.3f} / {plain_time:.3f} s, "
+              f"memory {fast_memory / 1024:.0f} / {plain_memory / 1024:.0f} MB")
         if fast_time <= plain_time / 2 and fast_memory <= plain_memory / 2:
             break
         time.sleep(2)

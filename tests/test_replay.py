@@ -46,7 +46,8 @@ def fill(seed, capacity, steps, stack=3, seq_len=4):
             row, left = (frame,), int(rng.integers(1, 12))
         else:
             left -= 1
-            row = (frame, rng.uniform(-1, 1, 2).astype(np.float32), float(rng.normal()), bool(left == 0 and rng.random() < 0.5))
+            terminated = bool(left == 0 and rng.random() < 0.5)
+            row = (frame, rng.uniform(-1, 1, 2).astype(np.float32), float(rng.normal()), terminated)
         replay.add(*row)
         plain.add(*row)
     return replay, plain

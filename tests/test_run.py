@@ -274,10 +274,11 @@ def test_paper_preset_on_a_cpu_says_how_long_it_takes(tmp_path, dot_env, capsys)
 
 def test_a_second_interrupt_leaves_at_once():
     code = ("import os, signal, time, mooss_common\nstop = mooss_common.StopRequest()\n"
-            "os.kill(os.getpid(), signal.SIGINT)\nprint(stop.exit_code, flush=True)\nos.kill(os.getpid(), signal.SIGINT)\n"
+            "os.kill(os.getpid(), signal.SIGINT)\nprint(int(stop.signal), flush=True)\n"
+            "os.kill(os.getpid(), signal.SIGINT)\n"
             "time.sleep(5)\nprint('still here')")
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert out.returncode == 130 and out.stdout == "130\n"
+    assert out.returncode == 130 and out.stdout == "2\n"
 
 
 # ---------------------------------------------------------------------------------------------- OpenGL
@@ -338,14 +339,14 @@ def test_rendering_happens_on_the_gpu_that_trains(probe):
 
 # ---------------------------------------------------------------------------------------------- the real suite
 def script(*words, cwd=ROOT, **environment):
-    return subprocess.run([sys.executable, str(ROOT / "sac_mooss_dmc.py"), *words], cwd=cwd, capture_output=True, text=True,
-                          env={**os.environ, **environment})
+    return subprocess.run([sys.executable, str(ROOT / "sac_mooss_dmc.py"), *words], cwd=cwd, capture_output=True,
+                          text=True, env={**os.environ, **environment})
 
 
 def test_end_to_end_on_a_real_task(tmp_path):
-    words = ("--env-id ball_in_cup-catch --seed 1 --total-timesteps 1200 --init-steps 280 --batch-size 8 --aux-batch-size 2 "
-             "--num-filters 4 --hidden-dim 32 --render-size 32 --image-size 28 --eval-every 2000 --eval-episodes 1 "
-             "--buffer-size 500 --log-every 5 --device cpu").split()
+    words = ("--env-id ball_in_cup-catch --seed 1 --total-timesteps 1200 --init-steps 280 --batch-size 8 "
+             "--aux-batch-size 2 --num-filters 4 --hidden-dim 32 --render-size 32 --image-size 28 --eval-every 2000 "
+             "--eval-episodes 1 --buffer-size 500 --log-every 5 --device cpu").split()
     done = script(*words, "--run-root", str(tmp_path), MUJOCO_GL="")
     assert done.returncode == 0, done.stderr
     assert "MUJOCO_GL=" in done.stdout
@@ -398,8 +399,9 @@ def test_actions_are_scaled_from_minus_one_to_one():
 
 
 @pytest.mark.parametrize("words,expected", [
-    ("--env-id reacher-eazy", "reacher-easy"), ("--env-id lqr-lqr_2_1", "time limit"), ("--camera-id 9", "--camera-id"),
-    ("--env-id reacher-easy --action-repeat 200", "--seq-len"), ("--device cuda:7", "--device"),
+    ("--env-id reacher-eazy", "reacher-easy"), ("--env-id lqr-lqr_2_1", "time limit"),
+    ("--camera-id 9", "--camera-id"), ("--env-id reacher-easy --action-repeat 200", "--seq-len"),
+    ("--device cuda:7", "--device"),
     ("--device tpu", "--device"), ("--replay-device cuda", "--replay-device")])
 def test_bad_input_is_refused_before_anything_is_written(words, expected, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

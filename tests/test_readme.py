@@ -1,0 +1,33 @@
+"""What the README promises about names exists: metrics, flags, ledger rows, files."""
+
+import dataclasses
+import re
+
+import sac_mooss_dmc as dmc
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_every_metric_has_a_row_in_the_table():
+    rows = " ".join(line.split("|")[1] for line in README.splitlines() if line.startswith("| `"))
+    assert [key for key in dmc.METRICS if f"`{key}`" not in rows] == []
+
+
+def test_every_flag_named_exists():
+    flags = {"--" + prefix + f.name.replace("_", "-") for f in dataclasses.fields(dmc.Args) for prefix in ("", "no-")}
+    others = {"--help", "--logdir"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README))
+    assert named - flags - others == set()
+
+
+def test_ledger_rows_stand_in_the_code():
+    """Every D row that the code follows carries its number there."""
+    source = (ROOT / "sac_mooss_dmc.py").read_text()
+    assert [row for row in range(1, 15) if not re.search(rf"\bD{row}\b", source)] == []
+    assert [row for row in range(1, 15) if f"| D{row} |" not in README] == []
+
+
+def test_pictures_exist():
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README)
+    assert pictures and all((ROOT / picture).stat().st_size > 1000 for picture in pictures)
