@@ -263,7 +263,7 @@ def save_checkpoint(run_dir, script, args, agent, replay, logger, counters):
         "format": CHECKPOINT_FORMAT, "script": script, "args": dataclasses.asdict(args), **counters,
         "agent": agent.state_dict(), "metrics": {key: float(value) for key, value in agent.metrics.items()},
         "optimizers": {name: optimizer.state_dict() for name, optimizer in agent.optimizers.items()},
-        "replay_rng": replay.rng.bit_generator.state, "replay_pieces": pieces, "logger": logger.state(),
+        "replay": replay.state_dict(), "replay_pieces": pieces, "logger": logger.state(),
         "torch_rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all()})
     if newest.exists():
         os.replace(newest, run_dir / "checkpoint_previous.pt")
@@ -290,7 +290,7 @@ def resume(run_dir, script, args, agent, replay):
         for piece, rows in zip(state["replay_pieces"], pieces):
             replay.write_rows(piece["begin"], rows)
         replay.saved_pieces, replay.saved_at = state["replay_pieces"], (state["step"], state["last_eval"])
-        replay.rng.bit_generator.state = state["replay_rng"]
+        replay.load_state_dict(state["replay"])
         agent.load_state_dict(state["agent"])
         agent.metrics = state["metrics"]
         for name, optimizer in agent.optimizers.items():
@@ -445,14 +445,19 @@ def start_wandb(run_dir, args):
     id_file = run_dir / "wandb_id.txt"
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex[:8])
-    run = wandb.init(project=args.wandb_project, entity=args.wandb_entity, group=args.wandb_group, name=run_dir.name,
-                     id=id_file.read_text(), resume="allow", dir=run_dir, config=dataclasses.asdict(args))
+    try:
+        run = wandb.init(project=args.wandb_project, entity=args.wandb_entity, group=args.wandb_group,
+                         name=run_dir.name, id=id_file.read_text(), resume="allow", dir=run_dir,
+                         config=dataclasses.asdict(args))
+    except wandb.errors.Error as error:
+        raise UsageError(f"Weights & Biases refused ({error}): `wandb login` or WANDB_MODE=offline may help; repeat "
+                         "the command with --resume") from error
     run.define_metric("*", step_metric="step")
     return run
 
 
 class Progress:
-    """One live line on a terminal; elsewhere a plain line every half minute."""
+    """A live bar on a terminal; elsewhere a plain line every half minute."""
 
     def __init__(self, total):
         self.total, self.live = total, sys.stdout.isatty()
@@ -465,7 +470,9 @@ class Progress:
             return
         self.shown = now
         names = ("charts/episodic_return", "losses/critic", "losses/actor", "losses/rl", "losses/mooss")
-        text = f"step {step:,}/{self.total:,}  update {update:,}  " + "  ".join(
+        done = int(20 * min(1, step / self.total))
+        text = f"[{'#' * done}{'-' * (20 - done)}] " if self.live else ""
+        text += f"step {step:,}/{self.total:,}  update {update:,}  " + "  ".join(
             f"{name.split('/')[1]} {float(metrics[name]):.4g}" for name in names if name in metrics)
         if self.mark and step > self.mark[1]:
             then, old_step, old_update = self.mark

@@ -293,6 +293,13 @@ class SequenceReplay:
             self._count_row()
 
 
+    def state_dict(self):
+        return {"rng": self.rng.bit_generator.state}
+
+    def load_state_dict(self, state):
+        self.rng.bit_generator.state = state["rng"]
+
+
 class StartQueue:
     """Start rows in the order of time: pushed when they become valid, expired when a row they need is overwritten."""
 
@@ -332,12 +339,12 @@ def augment(replay, rows, args, device, intensity, crop_per_sequence=False):
 def random_walk_masks(count, grid, ratio, generator, connectivity=26, root="random"):
     """Masks (count, *grid), True = masked: the first floor(ratio * nodes) distinct nodes of a random walk (Eq. 3).
 
-    All walks advance together, one step a round; a walk that has its nodes walks on without masking.
+    All walks advance together; every 64 steps those that have their nodes leave.
     """
     cells = torch.cartesian_prod(*(torch.arange(n) for n in grid))  # (N, 3)
     steps = (cells[:, None] - cells[None]).abs()
     adjacent = (steps.amax(2) == 1) if connectivity == 26 else (steps.sum(2) == 1)  # D4
-    degree, nodes = adjacent.sum(1), len(cells)
+    degree, nodes = adjacent.sum(1).float(), len(cells)
     width = max(1, int(degree.max()))
     neighbours = adjacent.int().argsort(dim=1, descending=True, stable=True)[:, :width].flatten()
     masks = torch.zeros(count * nodes, dtype=torch.bool)
@@ -350,12 +357,15 @@ def random_walk_masks(count, grid, ratio, generator, connectivity=26, root="rand
         first = torch.arange(count) * nodes  # a walk's first entry in the flat masks
         masks[first + node] = True
         missing = torch.full((count,), target - 1)
-        while missing.any():
-            for draw in torch.rand(64, count, generator=generator):
-                node = neighbours[node * width + (draw * degree[node]).long()]
-                seen, walking = masks[first + node], missing > 0
-                masks[first + node] = seen | walking
-                missing -= (walking & ~seen).long()
+        while len(node) > 0:
+            for draw in torch.rand(64, len(node), generator=generator):
+                node = neighbours.take(node * width + (draw * degree.take(node)).long())
+                seen = masks.take(first + node)
+                fresh = (missing > 0) & ~seen
+                masks.index_put_((first + node,), seen | fresh)
+                missing -= fresh.long()
+            walking = missing > 0
+            node, first, missing = node[walking], first[walking], missing[walking]
     return masks.view(count, *grid)
 
 
@@ -371,17 +381,17 @@ class MaskBank:
 
     UPDATES = 64
 
-    def __init__(self, args, device):
-        self.args, self.device, self.block = args, device, None
+    def __init__(self, args, batch_size, device):
+        self.args, self.batch_size, self.device, self.block = args, batch_size, device, None
         side = args.image_size // args.cube_size
         self.grid = (args.seq_len // args.cube_len, side, side)
 
     def __call__(self, update):
-        """Masks of an update as pixels: (aux_batch_size * seq_len, 1, H, W), True = masked."""
+        """Masks of an update as pixels: (B * F, 1, H, W), True = masked."""
         args, block = self.args, update // self.UPDATES
         if block != self.block:
             generator = torch.Generator().manual_seed(common.derive_seed(args.seed, "masks", block))
-            count = self.UPDATES * (1 if args.share_mask else args.aux_batch_size)  # D6
+            count = self.UPDATES * (1 if args.share_mask else self.batch_size)  # D6
             if args.mask_type == "walk":
                 masks = random_walk_masks(count, self.grid, args.mask_ratio, generator, args.walk_connectivity,
                                           args.walk_root)
@@ -389,7 +399,7 @@ class MaskBank:
                 masks = uniform_cube_masks(count, self.grid, args.mask_ratio, generator)
             self.masks = masks.view(self.UPDATES, -1, *self.grid).to(self.device)
             self.block = block
-        masks = self.masks[update % self.UPDATES].expand(args.aux_batch_size, *self.grid)
+        masks = self.masks[update % self.UPDATES].expand(self.batch_size, *self.grid)
         masks = masks.repeat_interleave(args.cube_len, 1)  # (B, F, H/h, W/w)
         masks = masks.repeat_interleave(args.cube_size, 2).repeat_interleave(args.cube_size, 3)  # (B, F, H, W)
         return masks.flatten(0, 1)[:, None]
@@ -584,7 +594,7 @@ class Agent(nn.Module):
             self.decoder = PredictiveDecoder(args.state_dim, action_dim, args.decoder_depth, args.decoder_heads,
                                              args.head_dim, args.decoder_inputs)
             self.bilinear = nn.Parameter(torch.rand(args.state_dim, args.state_dim))  # W of sim(q, k) = q W k
-            self.masks = MaskBank(args, device)
+            self.masks = MaskBank(args, args.aux_batch_size, device)
         self.to(device, memory_format=torch.channels_last)
 
         adam = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[args.optimizer]
