@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import rainbow_mooss_atari as atari
 import sac_mooss_dmc as dmc
 from conftest import ROOT
 
@@ -11,11 +12,12 @@ README = (ROOT / "README.md").read_text()
 
 def test_every_metric_has_a_row_in_the_table():
     rows = " ".join(line.split("|")[1] for line in README.splitlines() if line.startswith("| `"))
-    assert [key for key in dmc.METRICS if f"`{key}`" not in rows] == []
+    assert [key for key in (*dmc.METRICS, *atari.METRICS) if f"`{key}`" not in rows] == []
 
 
 def test_every_flag_named_exists():
-    flags = {"--" + prefix + f.name.replace("_", "-") for f in dataclasses.fields(dmc.Args) for prefix in ("", "no-")}
+    names = {field.name.replace("_", "-") for args in (dmc.Args, atari.Args) for field in dataclasses.fields(args)}
+    flags = {prefix + name for name in names for prefix in ("--", "--no-")}
     others = {"--help", "--logdir"}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README))
     assert named - flags - others == set()
@@ -26,6 +28,8 @@ def test_ledger_rows_stand_in_the_code():
     source = (ROOT / "sac_mooss_dmc.py").read_text()
     assert [row for row in range(1, 15) if not re.search(rf"\bD{row}\b", source)] == []
     assert [row for row in range(1, 15) if f"| D{row} |" not in README] == []
+    source = (ROOT / "rainbow_mooss_atari.py").read_text()
+    assert [row for row in range(1, 9) if not re.search(rf"\bA{row}\b", source) or f"| A{row} |" not in README] == []
 
 
 def test_pictures_exist():
