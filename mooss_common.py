@@ -368,7 +368,8 @@ class CsvFile:
 
     @property
     def size(self):
-        self.file.flush()
+        """Bytes so far, safe on the disk: a checkpoint relies on them."""
+        os.fsync(self.file.fileno())
         return self.file.tell()
 
 
@@ -420,10 +421,10 @@ class RunLogger:
         and keys of a sequence are by temporal distance."""
         if last_mooss_step is None:
             return
-        obs, masks, similarity = last_mooss_step
-        newest = torch.stack([obs, obs.masked_fill(masks, 0)])[:, :, -3:] * pixel_scale  # (2, F, 3, H, W)
-        strip = torch.nn.functional.pad(newest.clamp(0, 255).byte(), (1, 1, 1, 1), value=255).permute(0, 3, 1, 4, 2)
-        strip = strip.flatten(2, 3).flatten(0, 1).cpu().numpy()  # (2 * (H + 2), F * (W + 2), 3)
+        newest, masks, similarity = last_mooss_step
+        pair = (torch.stack([newest, newest.masked_fill(masks, 0)]) * pixel_scale).clamp(0, 255).byte()
+        pair = torch.nn.functional.pad(pair, (1, 1, 1, 1), value=255).expand(-1, -1, 3, -1, -1)  # (2, F, 3, H+2, W+2)
+        strip = pair.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1).cpu().numpy()
         blocks = similarity.view(-1, seq_len, len(similarity) // seq_len, seq_len).diagonal(dim1=0, dim2=2).mean(2)
         by_distance = [torch.cat([blocks.diagonal(k), blocks.diagonal(-k)]).mean().item() for k in range(seq_len)]
         chart = bar_chart(by_distance, "query-key similarity by temporal distance")

@@ -657,7 +657,7 @@ class Agent(nn.Module):
 
     def __init__(self, args, obs_shape, num_actions, device):
         super().__init__()
-        self.args, self.device, self.num_actions = args, device, num_actions
+        self.args, self.device, self.num_actions, self.frame_channels = args, device, num_actions, obs_shape[1]
         self.online = Network(args, obs_shape[0] * obs_shape[1], num_actions)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
         self.register_buffer("support", torch.linspace(args.v_min, args.v_max, args.num_atoms), persistent=False)
@@ -777,7 +777,8 @@ class Agent(nn.Module):
             metrics |= {"losses/mooss": mooss.detach(), "mooss/mask_fraction": masks.float().mean(),
                         "mooss/valid_fraction": valid.float().mean(), "mooss/top1_accuracy": own.float().mean(),
                         "mooss/rank_accuracy": rank_accuracy(similarity, args.seq_len, args.temporal_window, valid)}
-            self.last_mooss_step = (query_obs[:args.seq_len], masks[:args.seq_len], similarity)  # for the pictures
+            newest = query_obs[:args.seq_len, -self.frame_channels:]
+            self.last_mooss_step = (newest, masks[:args.seq_len], similarity)  # for the pictures
 
 
 def load_agent(path, device="cpu"):

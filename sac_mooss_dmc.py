@@ -583,8 +583,8 @@ class Agent(nn.Module):
     def __init__(self, args, obs_shape, action_dim, device):
         super().__init__()
         self.args, self.device, self.action_dim = args, device, action_dim
-        channels = obs_shape[0] * obs_shape[1]  # frame_stack * C
-        encoder = Encoder(channels, args.image_size, args.num_filters, args.state_dim)
+        self.frame_channels = obs_shape[1]
+        encoder = Encoder(obs_shape[0] * obs_shape[1], args.image_size, args.num_filters, args.state_dim)
         self.critic = Critic(encoder, args.state_dim, args.hidden_dim, action_dim).apply(init_weights)
         self.actor = Actor(encoder.features, args.state_dim, args.hidden_dim, action_dim).apply(init_weights)
         self.critic_target = copy.deepcopy(self.critic).requires_grad_(False)
@@ -731,7 +731,8 @@ class Agent(nn.Module):
                              "mooss/lr": self.aux_learning_rate(update), "mooss/mask_fraction": masks.float().mean(),
                              "mooss/top1_accuracy": (similarity.argmax(1) == own).float().mean(),
                              "mooss/rank_accuracy": rank_accuracy(similarity, args.seq_len, args.temporal_window)}
-            self.last_mooss_step = (query_obs[:args.seq_len], masks[:args.seq_len], similarity)  # for the pictures
+            newest = query_obs[:args.seq_len, -self.frame_channels:]
+            self.last_mooss_step = (newest, masks[:args.seq_len], similarity)  # for the pictures
 
 
 def load_agent(path, device="cpu"):

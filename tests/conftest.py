@@ -87,8 +87,8 @@ def tiny_agent(args, seed=0, action_dim=1):
 # ---------------------------------------------------------------------------------------------- Atari
 TINY_ATARI = dict(env_id="Breakout", image_size=28, cube_size=7, channels=(4, 6, 6), filter_sizes=(4, 3, 2),
                   strides=(3, 2, 1), hidden_units=12, num_atoms=11, state_dim=8, decoder_heads=2, head_dim=8,
-                  batch_size=4, seq_len=8, multi_step=3, temporal_window=3, buffer_size=200, min_replay=30, eval_episodes=2,
-                  device="cpu", mask_ratio=0.5)
+                  batch_size=4, seq_len=8, multi_step=3, temporal_window=3, buffer_size=200, min_replay=30,
+                  eval_episodes=2, device="cpu", mask_ratio=0.5)
 
 
 def tiny_atari_args(**changes):
