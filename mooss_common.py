@@ -41,17 +41,22 @@ class UsageError(Exception):
 
 
 # ---------------------------------------------------------------------------------------------- command line
-def run_cli(args_class, main, argv=None):
-    """Parse the command line, run `main(args)`, exit with its code; a UsageError becomes one sentence and code 2."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+def parse_args(args_class, argv):
+    """The command line as Args, by tyro."""
+    argv = [word.replace("_", "-") if re.fullmatch(r"--[a-z0-9_]+", word) else word for word in argv]
     for field in dataclasses.fields(args_class):
         if field.type == bool | None:  # tyro wants a value here; people type --share-mask and --no-share-mask
             flag = field.name.replace("_", "-")
             for typed, value in ((f"--{flag}", "True"), (f"--no-{flag}", "False")):
                 if typed in argv and argv[argv.index(typed) + 1:][:1] not in (["True"], ["False"], ["None"]):
                     argv[argv.index(typed):argv.index(typed) + 1] = [f"--{flag}", value]
+    return tyro.cli(args_class, args=argv)
+
+
+def run_cli(args_class, main, argv=None):
+    """Parse the command line, run `main(args)`, exit with its code; a UsageError becomes one sentence and code 2."""
     try:
-        sys.exit(main(tyro.cli(args_class, args=argv)))
+        sys.exit(main(parse_args(args_class, sys.argv[1:] if argv is None else argv)))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -111,8 +116,7 @@ def configure_torch(seed, device, deterministic):
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True  # in the convolutions, which cost most; products stay in full fp32
     torch.backends.cudnn.benchmark = device.type == "cuda" and not deterministic
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -123,14 +127,10 @@ def maybe_compile(function, enabled, device):
     """torch.compile for fixed shapes; on CUDA `reduce-overhead` brings CUDA graphs, whose outputs must be copied."""
     if not enabled:
         return function
-    on_cuda = device.type == "cuda"
-    compiled = torch.compile(function, dynamic=False, mode="reduce-overhead" if on_cuda else None)
-
-    def call(*inputs):
-        torch.compiler.cudagraph_mark_step_begin()
-        return tuple(output.clone() for output in compiled(*inputs))
-
-    return call if on_cuda else compiled
+    if device.type != "cuda":
+        return torch.compile(function, dynamic=False)
+    compiled = torch.compile(function, dynamic=False, mode="reduce-overhead")
+    return lambda *inputs: tuple(output.clone() for output in compiled(*inputs))
 
 
 def free_memory(device):
@@ -141,8 +141,10 @@ def free_memory(device):
     with contextlib.suppress(OSError):
         free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
     with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is the word "max"
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+        group = Path("/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/"))
+        used = int((group / "memory.current").read_text())
+        cache = int(re.search(r"inactive_file (\d+)", (group / "memory.stat").read_text())[1])
+        free = min(free, int((group / "memory.max").read_text()) - used + cache)
     return free
 
 
@@ -204,7 +206,10 @@ class RunFolder:
         require(self.path.is_dir(), f"{self.path} is not a folder: choose another --exp-name")
         saved = self.path / "args.json"
         if saved.is_file():
-            refuse_other_args(self.path, json.loads(saved.read_text()), self.args)
+            try:
+                refuse_other_args(self.path, json.loads(saved.read_text()), self.args)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UsageError(f"{saved} is damaged ({type(error).__name__})") from error
         else:
             require({file.name for file in self.path.iterdir()} <= {".lock"}, f"{self.path} holds no run of ours")
 
@@ -282,13 +287,14 @@ def resume(run_dir, script, args, agent, replay):
     for path in candidates:
         try:
             state = read_checkpoint(path, script)
-            pieces = [read_tensors(run_dir / "replay" / piece["file"]) for piece in state["replay_pieces"]]
+            for piece in state["replay_pieces"]:
+                verify(run_dir / "replay" / piece["file"])
         except UsageError as error:
             print(f"skipping a checkpoint: {error}", file=sys.stderr)
             continue
         refuse_other_args(path, state["args"], args)
-        for piece, rows in zip(state["replay_pieces"], pieces):
-            replay.write_rows(piece["begin"], rows)
+        for piece in state["replay_pieces"]:
+            replay.write_rows(piece["begin"], read_tensors(run_dir / "replay" / piece["file"]))
         replay.saved_pieces, replay.saved_at = state["replay_pieces"], (state["step"], state["last_eval"])
         replay.load_state_dict(state["replay"])
         agent.load_state_dict(state["agent"])
@@ -316,16 +322,32 @@ def read_checkpoint(path, script):
     return state
 
 
-def read_tensors(path):
-    """torch.load without pickled code, after a check of the file's own checksums."""
+def verify(path):
+    """Compare a file with the checksums it carries: what torch saves is a zip archive."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-        require(damaged is None, f"{path} is damaged: its part {damaged} does not match its checksum")
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error,
-            pickle.UnpicklingError) as error:
+    except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         raise UsageError(f"{path} is damaged or is not a checkpoint ({type(error).__name__})") from error
+    require(damaged is None, f"{path} is damaged: its part {damaged} does not match its checksum")
+
+
+def read_tensors(path):
+    """torch.load without pickled code, after a check of the file's own checksums."""
+    verify(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise UsageError(f"{path} is not a checkpoint ({type(error).__name__})") from error
+
+
+def from_checkpoint(path, script, build):
+    """`build(state)` of a checkpoint; a state that this version cannot use is the file's fault, in one sentence."""
+    state = read_checkpoint(path, script)
+    try:
+        return build(state), state["step"]
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise UsageError(f"{path} was written by another version of {script}.py ({type(error).__name__})") from error
 
 
 # ---------------------------------------------------------------------------------------------- signals
@@ -355,8 +377,7 @@ class CsvFile:
     """Rows with fixed columns, flushed one by one; continued at the byte where a checkpoint left it."""
 
     def __init__(self, path, columns, size=0):
-        self.columns = columns
-        self.file = open(path, "a+", newline="")
+        self.file = open(path, "a", newline="")
         self.file.truncate(size)
         self.writer = csv.DictWriter(self.file, columns, restval="", extrasaction="raise")
         if size == 0:
@@ -369,8 +390,9 @@ class CsvFile:
     @property
     def size(self):
         """Bytes so far, safe on the disk: a checkpoint relies on them."""
+        self.file.flush()
         os.fsync(self.file.fileno())
-        return self.file.tell()
+        return os.fstat(self.file.fileno()).st_size
 
 
 class RunLogger:
@@ -381,11 +403,12 @@ class RunLogger:
     def __init__(self, run_dir, args, metrics, state=None):
         from torch.utils.tensorboard import SummaryWriter  # slow to import; not needed to read --help
 
-        step, state = (state["step"], state["logger"]) if state else (None, dict(hours=0.0, train_size=0, eval_size=0))
+        purge = 0 if state is None else state["step"] + (state["last_eval"] == state["step"])
+        state = dict(hours=0.0, train_size=0, eval_size=0) if state is None else state["logger"]
         self.began = time.time() - 3600 * state["hours"]
         self.train_csv = CsvFile(run_dir / "train.csv", ("step", "update", "hours", *metrics), state["train_size"])
         self.eval_csv = CsvFile(run_dir / "eval.csv", self.EVAL_COLUMNS, state["eval_size"])
-        self.tensorboard = SummaryWriter(run_dir, purge_step=step)
+        self.tensorboard = SummaryWriter(run_dir, purge_step=purge)
         self.tensorboard.add_text("hyperparameters", "| flag | value |\n|---|---|\n" + "\n".join(
             f"| --{name.replace('_', '-')} | {value} |" for name, value in dataclasses.asdict(args).items()))
         self.wandb = start_wandb(run_dir, args) if args.track else None
@@ -516,11 +539,11 @@ def print_banner(args, run_dir, device, replay, preset_fields):
 
 def write_eval_only(path, step, episodes):
     """Append the episodes of --eval-only to a file of their own and print them."""
+    print(f"step {step:,}: return {mean_std([score for score, _ in episodes])}; written to {path}")
     table = CsvFile(path, ("step", "episode", "return", "length"), path.stat().st_size if path.exists() else 0)
     for number, (score, length) in enumerate(episodes):
         table.write({"step": step, "episode": number, "return": f"{score:.6g}", "length": length})
     table.file.close()
-    print(f"step {step:,}: return {mean_std([score for score, _ in episodes])}; written to {path}")
 
 
 # ---------------------------------------------------------------------------------------------- pictures

@@ -199,10 +199,8 @@ def feature_side(args):
 
 # ------------------------------------------------------------------------------------------------- environment
 class LifeEpisodes(gym.Wrapper):
-    """Losing a life ends the learning episode while the game goes on: the next reset is one no-op, not a new game.
-
-    `info["game_over"]` tells the two kinds of ends apart; the frame limit counts as terminal.
-    """
+    """Losing a life ends the learning episode while the game goes on: a reset without a seed is then one no-op step,
+    not a new game. `info["game_over"]` tells the two kinds of ends apart; the frame limit counts as terminal."""
 
     def reset(self, *, seed=None, options=None):
         if seed is None:  # the game goes on
@@ -230,6 +228,7 @@ def make_env(args, device, training=True):
     common.require_known("--env-id", args.env_id, games)
     env = gym.make(f"ALE/{args.env_id}-v5", frameskip=1, repeat_action_probability=0.0, disable_env_checker=True,
                    max_num_frames_per_episode=args.max_frames)
+    common.require(env.unwrapped.get_action_meanings()[0] == "NOOP", f"--env-id {args.env_id} has no no-op action")
     env = gym.wrappers.AtariPreprocessing(env, noop_max=args.noop_max, frame_skip=args.action_repeat,
                                           screen_size=args.image_size, grayscale_obs=args.gray_scale,
                                           grayscale_newaxis=True)  # max over the last two frames, area resize: A7
@@ -302,9 +301,9 @@ class SequenceReplay:
         self.rows = row + 1
         if terminal:
             self.first_row = self.rows
-        oldest = self.rows - self.capacity  # rows below oldest + frame_stack - 1 have lost a frame of their stack
+        oldest = self.rows - self.capacity  # once rows are overwritten, the next oldest lose frames of their stacks
         closed = [slot] + [r % self.capacity for r in range(oldest, oldest + self.frame_stack - 1) if oldest > 0]
-        ripe = row - self.ahead
+        ripe = row - self.ahead  # this row now has all the rows it needs behind it
         slots = torch.tensor([*closed, *([ripe % self.capacity] if ripe >= 0 else [])])
         values = torch.zeros(len(slots), dtype=torch.float64)
         values[len(closed):] = 1.0  # the initial priority
@@ -389,16 +388,18 @@ def augment(frames, args, device):
 
 # ------------------------------------------------------------------------------------------------- masks
 def random_walk_masks(count, grid, ratio, generator, connectivity=26, root="random"):
-    """Masks (count, *grid), True = masked: the first floor(ratio * nodes) distinct nodes of a random walk (Eq. 3).
+    """Masks (count, *grid), True = masked: the first floor(ratio * nodes) distinct nodes of a random walk (Eq. 2).
 
     All walks advance together; every 64 steps those that have their nodes leave.
     """
     cells = torch.cartesian_prod(*(torch.arange(n) for n in grid))  # (N, 3)
-    steps = (cells[:, None] - cells[None]).abs()
-    adjacent = (steps.amax(2) == 1) if connectivity == 26 else (steps.sum(2) == 1)  # D4
-    degree, nodes = adjacent.sum(1).float(), len(cells)
-    width = max(1, int(degree.max()))
-    neighbours = adjacent.int().argsort(dim=1, descending=True, stable=True)[:, :width].flatten()
+    steps = torch.cartesian_prod(*[torch.arange(-1, 2)] * 3)
+    steps = steps[(steps.abs().sum(1) > 0) & (steps.abs().sum(1) <= (3 if connectivity == 26 else 1))]  # D4
+    reached, nodes, width = cells[:, None] + steps, len(cells), len(steps)  # (N, 26, 3)
+    inside = ((reached >= 0) & (reached < torch.tensor(grid))).all(2)
+    degree = inside.sum(1).float()
+    index = (reached * torch.tensor([grid[1] * grid[2], grid[2], 1])).sum(2).where(inside, 0)
+    neighbours = index.gather(1, inside.int().argsort(dim=1, descending=True)).flatten()  # those inside come first
     masks = torch.zeros(count * nodes, dtype=torch.bool)
     target = math.floor(ratio * nodes)
     if target > 0:
@@ -629,7 +630,7 @@ def rank_accuracy(similarity, seq_len, window, valid=None):
     pairs = pairs.expand(batch, -1, -1, -1)
     if valid is not None:
         pairs = pairs & valid[:, :, None, None] & valid[:, None, :, None] & valid[:, None, None, :]
-    return (pairs & (within[:, :, :, None] > within[:, :, None, :])).sum() / pairs.sum()
+    return (pairs & (within[:, :, :, None] > within[:, :, None, :])).sum() / pairs.sum().clamp(min=1)
 
 
 @torch.no_grad()
@@ -738,6 +739,8 @@ class Agent(nn.Module):
     def update(self, replay, update, beta, log):
         """One update: RL on the first step of each sequence, MOOSS on all of them, one backward, target copy."""
         args, metrics = self.args, self.metrics
+        if args.compile and self.device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
         self.online.draw_noise()
         rows, weights = replay.sample(args.batch_size, beta)
         returns, going = replay.returns(rows, args.gamma)
@@ -773,7 +776,8 @@ class Agent(nn.Module):
                 copied.copy_(buffer)
         if args.aux_weight > 0 and log:
             similarity = similarity.detach()
-            own = (similarity.argmax(1) == torch.arange(len(similarity), device=self.device))[valid.flatten()]
+            best = similarity.masked_fill(~valid.flatten(), -math.inf).argmax(1)
+            own = (best == torch.arange(len(best), device=self.device))[valid.flatten()]
             metrics |= {"losses/mooss": mooss.detach(), "mooss/mask_fraction": masks.float().mean(),
                         "mooss/valid_fraction": valid.float().mean(), "mooss/top1_accuracy": own.float().mean(),
                         "mooss/rank_accuracy": rank_accuracy(similarity, args.seq_len, args.temporal_window, valid)}
@@ -783,10 +787,12 @@ class Agent(nn.Module):
 
 def load_agent(path, device="cpu"):
     """The agent of a checkpoint file, and its step: `agent.act(obs)`, `agent.online.features`."""
-    state = common.read_checkpoint(path, SCRIPT)
-    agent = Agent(Args(**state["args"]), state["obs_shape"], state["num_actions"], torch.device(device))
-    agent.load_state_dict(state["agent"])
-    return agent, state["step"]
+    def build(state):
+        agent = Agent(Args(**state["args"]), state["obs_shape"], state["num_actions"], torch.device(device))
+        agent.load_state_dict(state["agent"])
+        return agent
+
+    return common.from_checkpoint(path, SCRIPT, build)
 
 
 # ------------------------------------------------------------------------------------------------- evaluation
@@ -830,7 +836,9 @@ def verdict(args, episodes):
 def evaluate_only(args):
     """--eval-only: the saved agent on its own game; scores to eval_only.csv and a video beside the checkpoint."""
     device, folder = common.pick_device(args.device), Path(args.checkpoint).parent
+    common.configure_torch(args.seed, device, args.torch_deterministic)
     agent, step = load_agent(args.checkpoint, device)
+    common.require(os.access(folder, os.W_OK), f"cannot write to {folder}")
     saved = dataclasses.replace(agent.args, seed=args.seed, eval_episodes=args.eval_episodes)
     episodes = evaluate(agent, saved, device, step, folder / "videos" / f"eval_only_{step}.mp4")
     common.write_eval_only(folder / "eval_only.csv", step, episodes)
@@ -864,6 +872,7 @@ def main(args):
     progress, stop = common.Progress(args.total_timesteps), common.StopRequest()
 
     def checkpoint():
+        logger.mooss_pictures(step, agent.last_mooss_step, args.seq_len, 255.0)
         common.save_checkpoint(run_dir, SCRIPT, args, agent, replay, logger, dict(
             step=step, update=update, game=game, last_eval=last_eval, actions=torch.tensor(actions, dtype=torch.long),
             obs_shape=obs_shape, num_actions=num_actions))
@@ -879,7 +888,7 @@ def main(args):
 
     while True:
         finished = step >= args.total_timesteps
-        if stop.signal or common.due(step, args.checkpoint_every, 1):
+        if stop.signal or finished or common.due(step, args.checkpoint_every, 1):
             checkpoint()
         if stop.signal:
             break
@@ -887,7 +896,6 @@ def main(args):
             video = run_dir / "videos" / f"step_{step:09d}.mp4" if args.capture_video else None
             episodes = evaluate(agent, args, device, step, video)
             logger.evaluation(step, update, episodes)
-            logger.mooss_pictures(step, agent.last_mooss_step, args.seq_len, 255.0)
             progress.say(f"step {step:,}: {verdict(args, episodes)}")
             last_eval = step
         if finished:

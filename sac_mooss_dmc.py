@@ -195,9 +195,11 @@ def make_env(args, device):
     view = dict(height=args.render_size, width=args.render_size, camera_id=args.camera_id)
     full_id = f"dm_control/{args.env_id}-v0"
     env = gym.make(full_id, disable_env_checker=True, render_mode="rgb_array", render_kwargs=view)
-    cameras, limit = env.unwrapped.physics.model.ncam, env.unwrapped._step_limit
+    model, limit = env.unwrapped.physics.model, env.unwrapped._step_limit
+    cameras, largest = model.ncam, min(model.vis.global_.offwidth, model.vis.global_.offheight)
     common.require(-1 <= args.camera_id < cameras,
                    f"--camera-id {args.camera_id} does not exist: {args.env_id} has 0 to {cameras - 1} (-1: free)")
+    common.require(args.render_size <= largest, f"--render-size {args.render_size} is above this task's {largest}")
     common.require(limit < math.inf, f"--env-id {args.env_id} has no time limit: its episodes would never end")
     common.require(limit // args.action_repeat >= args.seq_len, f"an episode of {limit:.0f} env steps at "
                    f"--action-repeat {args.action_repeat} is shorter than --seq-len {args.seq_len}")
@@ -337,16 +339,18 @@ def augment(replay, rows, args, device, intensity, crop_per_sequence=False):
 
 # ------------------------------------------------------------------------------------------------- masks
 def random_walk_masks(count, grid, ratio, generator, connectivity=26, root="random"):
-    """Masks (count, *grid), True = masked: the first floor(ratio * nodes) distinct nodes of a random walk (Eq. 3).
+    """Masks (count, *grid), True = masked: the first floor(ratio * nodes) distinct nodes of a random walk (Eq. 2).
 
     All walks advance together; every 64 steps those that have their nodes leave.
     """
     cells = torch.cartesian_prod(*(torch.arange(n) for n in grid))  # (N, 3)
-    steps = (cells[:, None] - cells[None]).abs()
-    adjacent = (steps.amax(2) == 1) if connectivity == 26 else (steps.sum(2) == 1)  # D4
-    degree, nodes = adjacent.sum(1).float(), len(cells)
-    width = max(1, int(degree.max()))
-    neighbours = adjacent.int().argsort(dim=1, descending=True, stable=True)[:, :width].flatten()
+    steps = torch.cartesian_prod(*[torch.arange(-1, 2)] * 3)
+    steps = steps[(steps.abs().sum(1) > 0) & (steps.abs().sum(1) <= (3 if connectivity == 26 else 1))]  # D4
+    reached, nodes, width = cells[:, None] + steps, len(cells), len(steps)  # (N, 26, 3)
+    inside = ((reached >= 0) & (reached < torch.tensor(grid))).all(2)
+    degree = inside.sum(1).float()
+    index = (reached * torch.tensor([grid[1] * grid[2], grid[2], 1])).sum(2).where(inside, 0)
+    neighbours = index.gather(1, inside.int().argsort(dim=1, descending=True)).flatten()  # those inside come first
     masks = torch.zeros(count * nodes, dtype=torch.bool)
     target = math.floor(ratio * nodes)
     if target > 0:
@@ -562,7 +566,7 @@ def rank_accuracy(similarity, seq_len, window, valid=None):
     pairs = pairs.expand(batch, -1, -1, -1)
     if valid is not None:
         pairs = pairs & valid[:, :, None, None] & valid[:, None, :, None] & valid[:, None, None, :]
-    return (pairs & (within[:, :, :, None] > within[:, :, None, :])).sum() / pairs.sum()
+    return (pairs & (within[:, :, :, None] > within[:, :, None, :])).sum() / pairs.sum().clamp(min=1)
 
 
 @torch.no_grad()
@@ -602,7 +606,7 @@ class Agent(nn.Module):
         self.optimizers = {
             "critic": adam(self.critic.parameters(), lr=args.rl_lr, betas=betas, fused=True),
             "actor": adam(self.actor.parameters(), lr=args.rl_lr, betas=betas, fused=True),
-            "alpha": adam([self.log_alpha], lr=args.alpha_lr, betas=alpha_betas, fused=True)}
+            "alpha": adam([self.log_alpha], lr=args.alpha_lr, betas=alpha_betas, weight_decay=0.0, fused=True)}
         if args.aux_weight > 0:
             self.aux_parameters = [*encoder.parameters(), *self.decoder.parameters(), self.bilinear]
             self.optimizers["aux"] = adam(self.aux_parameters, lr=args.aux_lr, betas=betas, fused=True)
@@ -677,6 +681,8 @@ class Agent(nn.Module):
     def update(self, replay, update, log):
         """One update: critic, MOOSS, actor and temperature, target networks."""
         args, metrics = self.args, self.metrics
+        if args.compile and self.device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
         rows = replay.sample_rows(args.batch_size)
         obs = augment(replay, rows, args, self.device, intensity=args.rl_intensity)  # D9
         next_obs = augment(replay, rows + 1, args, self.device, intensity=args.rl_intensity)
@@ -737,10 +743,12 @@ class Agent(nn.Module):
 
 def load_agent(path, device="cpu"):
     """The agent of a checkpoint file, and its step: `agent.act(obs, deterministic=True)`, `agent.critic.encoder`."""
-    state = common.read_checkpoint(path, SCRIPT)
-    agent = Agent(Args(**state["args"]), state["obs_shape"], state["action_dim"], torch.device(device))
-    agent.load_state_dict(state["agent"])
-    return agent, state["step"]
+    def build(state):
+        agent = Agent(Args(**state["args"]), state["obs_shape"], state["action_dim"], torch.device(device))
+        agent.load_state_dict(state["agent"])
+        return agent
+
+    return common.from_checkpoint(path, SCRIPT, build)
 
 
 # ------------------------------------------------------------------------------------------------- evaluation
@@ -764,7 +772,9 @@ def evaluate(agent, env, args, step, video=None):
 def evaluate_only(args):
     """--eval-only: the saved agent on its own task; scores to eval_only.csv and a video beside the checkpoint."""
     device, folder = common.pick_device(args.device), Path(args.checkpoint).parent
+    common.configure_torch(args.seed, device, args.torch_deterministic)
     agent, step = load_agent(args.checkpoint, device)
+    common.require(os.access(folder, os.W_OK), f"cannot write to {folder}")
     saved = dataclasses.replace(agent.args, seed=args.seed, eval_episodes=args.eval_episodes)
     episodes = evaluate(agent, make_env(saved, device), saved, step, folder / "videos" / f"eval_only_{step}.mp4")
     common.write_eval_only(folder / "eval_only.csv", step, episodes)
@@ -798,6 +808,7 @@ def main(args):
     progress, stop = common.Progress(args.total_timesteps), common.StopRequest()
 
     def checkpoint():
+        logger.mooss_pictures(step, agent.last_mooss_step, args.seq_len, args.pixel_scale)
         common.save_checkpoint(run_dir, SCRIPT, args, agent, replay, logger, dict(
             step=step, agent_step=agent_step, update=update, episode=episode, last_eval=last_eval,
             actions=torch.tensor(np.array(actions, np.float32)), obs_shape=obs_shape, action_dim=action_dim))
@@ -814,7 +825,7 @@ def main(args):
     while True:
         step = agent_step * args.action_repeat  # the x-axis of everything: environment steps
         finished = step >= args.total_timesteps
-        if stop.signal or common.due(step, args.checkpoint_every, args.action_repeat):
+        if stop.signal or finished or common.due(step, args.checkpoint_every, args.action_repeat):
             checkpoint()
         if stop.signal:
             break
@@ -822,7 +833,6 @@ def main(args):
             video = run_dir / "videos" / f"step_{step:09d}.mp4" if args.capture_video else None
             episodes = evaluate(agent, eval_env, args, step, video)
             logger.evaluation(step, update, episodes)
-            logger.mooss_pictures(step, agent.last_mooss_step, args.seq_len, args.pixel_scale)
             progress.say(f"step {step:,}: evaluation return {common.mean_std([score for score, _ in episodes])}")
             last_eval = step
         if finished:

@@ -281,7 +281,7 @@ def test_end_to_end_on_a_real_game(tmp_path):
 
 
 @pytest.mark.parametrize("words,expected", [
-    ("--env-id Brakeout", "Breakout"), ("--channels 4 8", "--channels"), ("--preset authors", "preset")])
+    ("--env-id Brakeout", "Breakout"), ("--env-id Backgammon", "no-op"), ("--channels 4 8", "--channels"), ("--preset authors", "preset")])
 def test_bad_input_exits_2_without_traceback(words, expected, tmp_path):
     done = script(*words.split(), cwd=tmp_path)
     assert done.returncode == 2 and expected in done.stderr + done.stdout and "Traceback" not in done.stderr

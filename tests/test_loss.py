@@ -92,6 +92,10 @@ def test_nearest_key_first_is_the_minimum():
     assert rank_accuracy(reverse, 8, 4) == 0.0
 
 
+def test_rank_accuracy_without_pairs_is_zero():
+    assert rank_accuracy(torch.randn(8, 8), 4, 0) == 0.0
+
+
 @pytest.mark.parametrize("with_valid", [False, True])
 def test_rank_accuracy_equals_nested_loops(with_valid):
     torch.manual_seed(0)

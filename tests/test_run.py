@@ -136,6 +136,24 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, monkeypatch, stop_at):
     assert_same_run(folder(tmp_path / "whole"), folder(tmp_path / "parts"))
 
 
+def test_csv_files_stay_clean_over_crash_resume_and_stop(tmp_path):
+    """A crash leaves rows beyond the checkpoint; the resumed file knows its true size before the next row."""
+    path = tmp_path / "x.csv"
+    file = common.CsvFile(path, ("a", "b"))
+    file.write({"a": 1, "b": 2})
+    saved = file.size
+    file.write({"a": 3, "b": 4})
+    file.file.close()
+    for _ in range(2):
+        file = common.CsvFile(path, ("a", "b"), saved)
+        assert file.size == saved
+        file.file.close()
+    file = common.CsvFile(path, ("a", "b"), saved)
+    file.write({"a": 5, "b": 6})
+    file.file.close()
+    assert path.read_bytes() == b"a,b\r\n1,2\r\n5,6\r\n"
+
+
 def test_a_finished_run_can_be_continued_further(tmp_path, dot_env):
     run(tmp_path / "long")
     run(tmp_path / "short", total_timesteps=80)
@@ -424,7 +442,7 @@ def test_actions_are_scaled_from_minus_one_to_one():
 
 @pytest.mark.parametrize("words,expected", [
     ("--env-id reacher-eazy", "reacher-easy"), ("--env-id lqr-lqr_2_1", "time limit"),
-    ("--camera-id 9", "--camera-id"), ("--env-id reacher-easy --action-repeat 200", "--seq-len"),
+    ("--camera-id 9", "--camera-id"), ("--render-size 640", "--render-size"), ("--env-id reacher-easy --action-repeat 200", "--seq-len"),
     ("--device cuda:7", "--device"),
     ("--device tpu", "--device"), ("--replay-device cuda", "--replay-device")])
 def test_bad_input_is_refused_before_anything_is_written(words, expected, tmp_path, capsys, monkeypatch):

@@ -1,0 +1,287 @@
+"""Sweeps, report and figures: the paper's numbers recovered, exact lists of runs, real runs from command to page."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import rainbow_mooss_atari as atari
+import sac_mooss_dmc as dmc
+from conftest import ROOT, TINY, TINY_ATARI, make_dot_env, make_dot_game
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import figures
+import report
+import sweep
+
+TINY_RUN = ("--total-timesteps 60 --min-replay 40 --batch-size 2 --channels 4 4 4 --hidden-units 8 --eval-episodes 2 "
+            "--max-frames 400 --buffer-size 200 --device cpu --checkpoint-every 20").split()
+
+
+# ---------------------------------------------------------------------------------------------- sweep
+DMC = ["finger-spin", "cartpole-swingup", "reacher-easy", "cheetah-run", "walker-walk", "ball_in_cup-catch"]
+EXPECTED = {  # tasks, flags that tell the variants apart, steps
+    "dmc100k": (DMC, ["--aux-weight 0", ""], 100_000), "dmc500k": (DMC, ["--aux-weight 0", ""], 500_000),
+    "dmc_hard": (["reacher-hard", "walker-run"], ["--aux-weight 0", ""], 500_000),
+    "atari100k": (list(atari.PUBLISHED), ["--aux-weight 0", ""], 100_000),
+    "ablation_components": (DMC, ["--aux-weight 0", "--temporal-window 0 --mask-ratio 0",
+                                  "--temporal-window 6 --mask-ratio 0", "--mask-type cube", ""], 100_000),
+    "ablation_decoder": (DMC, ["--decoder-inputs none", "--decoder-inputs s", "--decoder-inputs sar", ""], 100_000),
+    "ablation_depth": (DMC, ["--decoder-depth 1", "", "--decoder-depth 3", "--decoder-depth 4"], 100_000),
+    "ablation_window": (DMC, ["--temporal-window 0", "--temporal-window 2", "--temporal-window 4", "",
+                              "--temporal-window 8"], 100_000),
+    "ablation_mask_ratio": (DMC, ["--mask-ratio 0.1", "--mask-ratio 0.3", "", "--mask-ratio 0.7", "--mask-ratio 0.9"],
+                            100_000)}
+
+
+@pytest.mark.parametrize("suite", sweep.SUITES)
+def test_dry_run_lists_exactly_the_runs_of_the_table(suite, capsys):
+    assert sweep.main([suite, "--dry-run", "--seeds", "1", "2", "--seconds-per-update", "2"]) == 0
+    *commands, summary = capsys.readouterr().out.splitlines()
+    tasks, variants, steps = EXPECTED[suite]
+    found = []
+    for command in commands:
+        pattern = (r"python \S+\.py --env-id (\S+) --seed (\d) --exp-name \S+ --run-root runs --preset paper "
+                   r"--total-timesteps (\d+) ?(.*?) ?--resume")
+        task, seed, total, flags = re.fullmatch(pattern, command).groups()
+        found.append((task, int(seed), int(total), flags))
+    assert sorted(found) == sorted((task, seed, steps, flags) for task in tasks for seed in (1, 2)
+                                   for flags in variants)
+    names = [re.search(r"--env-id (\S+) --seed (\d) --exp-name (\S+)", command).groups() for command in commands]
+    assert len(set(names)) == len(names)
+    updates = int(re.search(r"([\d,]+) updates", summary)[1].replace(",", ""))
+    if suite == "dmc100k":
+        per_task = [50_000, 12_500, 25_000, 25_000, 50_000, 25_000]
+        assert updates == 2 * 2 * (sum(per_task) - 6 * 1000)
+    if suite == "atari100k":
+        assert updates == 26 * 2 * 2 * 98_000 * 2
+    assert f"{updates * 2 / 3600:,.0f} hours at 2.0 s" in summary
+
+
+def test_flags_pass_through_and_bad_ones_are_refused(capsys):
+    sweep.main("dmc100k --dry-run --only reacher-easy --seeds 7 --num-filters 8 --share-mask".split())
+    commands = capsys.readouterr().out.splitlines()[:-1]
+    assert len(commands) == 2 and all("--num-filters 8 --share-mask" in command for command in commands)
+    with pytest.raises(sweep.common.UsageError, match="reacher-easy"):
+        sweep.main(["dmc100k", "--dry-run", "--only", "reacher-eazy"])
+    with pytest.raises(sweep.common.UsageError, match="--cube-size"):
+        sweep.main(["dmc100k", "--dry-run", "--cube-size", "5"])
+
+
+def start_sweep(run_root, *words, **environment):
+    command = [sys.executable, str(ROOT / "benchmark" / "sweep.py"), "atari100k", "--only", "Breakout", "--run-root",
+               str(run_root), *TINY_RUN, *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env={**os.environ, **environment})
+
+
+def finish(process, seconds=300):
+    out, error = process.communicate(timeout=seconds)
+    return process.returncode, out, error
+
+
+def wait_for(condition, seconds=90):
+    until = time.time() + seconds
+    while not condition():
+        assert time.time() < until, "waited too long"
+        time.sleep(0.05)
+
+
+def test_local_sweep_of_real_runs_ends_in_a_report(tmp_path):
+    code, out, error = finish(start_sweep(tmp_path / "runs", "--seeds", "1", "--workers", "2", "--threads", "1"))
+    assert code == 0, error
+    assert "2 done" in out.splitlines()[-1]
+    again, out, _ = finish(start_sweep(tmp_path / "runs", "--seeds", "1"))
+    assert again == 0 and "2 of them finished already" in out
+    assert report.main([str(tmp_path / "runs"), "--out", str(tmp_path / "report"), "--bootstrap", "50"]) == 0
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "Atari, 60 interactions" in text
+    assert re.search(r"\| Breakout \| -?[\d.]+ \(1 x 2\) \| -?[\d.]+ \(1 x 2\) \|", text)
+
+
+def test_a_killed_run_is_reported_and_resumed_by_the_same_command(tmp_path):
+    words = ("--seeds", "1", "--variants", "mooss")
+    long = ("--total-timesteps", "200")
+    process = start_sweep(tmp_path, *words, *long)
+    folder = tmp_path / "Breakout__mooss__s1"
+    wait_for((folder / "checkpoint.pt").exists)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    code, out, error = finish(process)
+    assert code == 1 and "1 failed" in out and "Breakout__mooss__s1 failed; the end of" in error
+    code, out, error = finish(start_sweep(tmp_path, *words, *long))
+    assert code == 0 and "1 done" in out, error
+    assert "resuming" in (tmp_path / "logs" / "Breakout__mooss__s1.log").read_text()
+
+
+def test_a_failing_run_is_reported_and_does_not_stop_the_others(tmp_path):
+    (tmp_path / "Breakout__base__s1").mkdir()
+    (tmp_path / "Breakout__base__s1" / "notes.txt").write_text("not a run")
+    code, out, error = finish(start_sweep(tmp_path, "--seeds", "1"))
+    assert code == 1 and "1 done  1 failed" in out.splitlines()[-1]
+    assert "Breakout__base__s1 failed" in error and "holds no run of ours" in error
+
+
+def test_stopping_a_sweep_checkpoints_its_runs(tmp_path):
+    process = start_sweep(tmp_path, "--seeds", "1", "--variants", "mooss", "--total-timesteps", "5000")
+    folder = tmp_path / "Breakout__mooss__s1"
+    wait_for((folder / "checkpoint.pt").exists)
+    process.send_signal(signal.SIGINT)
+    code, _, _ = finish(process)
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert code == 128 + signal.SIGINT and 20 <= state["step"] < 5000
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    if shutil.which("slurmctld") is None or os.geteuid() != 0:
+        pytest.skip("needs root and Debian's slurm-wlm and munge")
+    state = tmp_path / "slurm"
+    started = subprocess.run(["bash", str(ROOT / "tests" / "local_slurm.sh"), "start", str(state)],
+                             capture_output=True, text=True)
+    assert started.returncode == 0, started.stderr
+    yield {"SLURM_CONF": str(state / "slurm.conf")}
+    environment = {**os.environ, "SLURM_CONF": str(state / "slurm.conf")}
+    subprocess.run(["scancel", "--user", "root"], env=environment)
+    time.sleep(1)
+    subprocess.run(["bash", str(ROOT / "tests" / "local_slurm.sh"), "stop", str(state)])
+
+
+def test_slurm_array_survives_the_time_limit_signal(tmp_path, slurm):
+    """Two runs as an array on a real cluster; one gets the signal, checkpoints, requeues itself and finishes."""
+    environment = {**os.environ, **slurm}
+
+    def ask(*command):
+        return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
+    words = ("--seeds 1 2 --variants mooss --cluster slurm --gpus 0 --threads 1 --memory-gb 2 --time-hours 0.5 "
+             "--total-timesteps 300 --log-every 5").split()
+    process = start_sweep(tmp_path / "runs", *words, **slurm)
+    folder = tmp_path / "runs" / "Breakout__mooss__s1"
+    wait_for(lambda: (folder / "train.csv").exists() and len((folder / "train.csv").read_text().splitlines()) > 1)
+    job = ask("squeue", "--noheader", "--array", "--format=%i").split()
+    job = sorted(job)[0]
+    ask("scancel", "--signal=USR2", job)
+    wait_for(lambda: f"{job} PENDING" in ask("squeue", "--noheader", "--array", "--format=%i %T"))
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)["step"]
+    assert 40 <= saved < 300
+    ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm lets a requeued job wait for two minutes
+    code, out, error = finish(process)
+    assert code == 0, error
+    assert "2 done" in out.splitlines()[-1] and "submitted 2 runs as Slurm array" in out
+    assert f"at step {saved}" in (tmp_path / "runs" / "logs" / "Breakout__mooss__s1.log").read_text()
+
+
+# ---------------------------------------------------------------------------------------------- report
+@pytest.mark.parametrize("method,iqm,gap", [("MOOSS", 0.438, 0.522), ("MLR", 0.435, 0.522)])
+def test_report_recovers_the_papers_aggregates_from_its_table(method, iqm, gap):
+    """Published values came from per-run scores (0.433 / 0.524 and 0.432 / 0.522); the table has per-game means."""
+    table = report.PAPER["atari100k"]
+    scores = np.array([[report.human_normalised(game, table[game][method]) for game in report.GAMES]])
+    points, _ = report.aggregate(scores, (report.metrics.aggregate_iqm, report.metrics.aggregate_optimality_gap), 10)
+    assert np.round(points, 3).tolist() == [iqm, gap]
+
+
+def write_run(root, task, variant, seed, scores, atari=False, episodes=4, total=100_000):
+    folder = root / f"{task}__{variant}__s{seed}"
+    folder.mkdir(parents=True)
+    args = dict(env_id=task, exp_name=variant, seed=seed, total_timesteps=total, eval_episodes=episodes)
+    (folder / "args.json").write_text(json.dumps({**args, "multi_step": 10} if atari else args))
+    lines = ["step,update,hours,episode,return,length"]
+    lines += [f"{step},{step // 4},{step / 1e5},{number},{score + number},250"
+              for step, score in scores.items() for number in range(episodes)]
+    (folder / "eval.csv").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def made_report(tmp_path_factory):
+    """A report over made-up runs: DMC with an ablation and a missing task, Atari, an incomplete and a foreign one."""
+    root = tmp_path_factory.mktemp("made")
+    for number, task in enumerate(DMC[:5]):
+        for seed in (1, 2, 3):
+            for variant, level in (("base", 300), ("mooss", 600), ("cube", 500)):
+                final = level + 10 * number + seed
+                write_run(root / "runs", task, variant, seed, {0: 5, 50_000: level / 2, 100_000: final})
+    for game in ("Pong", "Breakout"):
+        for seed in (1, 2):
+            write_run(root / "runs", game, "mooss", seed, {100_000: 2.0}, atari=True)
+    write_run(root / "runs", "walker-walk", "mooss", 9, {0: 5})
+    (root / "runs" / "holiday").mkdir()
+    code = report.main([str(root / "runs"), "--out", str(root / "out"), "--bootstrap", "100"])
+    assert code == 0
+    return root / "out"
+
+
+def test_report_shows_means_spreads_and_what_stands_behind(made_report):
+    text = (made_report / "report.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| finger-spin |"))
+    assert "303.5 ± 0.8 (3 x 4) | 603.5 ± 0.8 (3 x 4)" in row and "822 ± 6" in row and "853 ± 112" in row
+    missing = next(line for line in text.splitlines() if line.startswith("| ball_in_cup-catch |"))
+    assert "| missing | missing |" in missing and "944 ± 30" in missing
+    assert "| mooss | 623.5 [" in text and "3 x 5" in text
+    assert "its spread being over the 10 episodes of that run" in text
+    assert "Ablation: Framework components" in text and "656 ± 5" in text  # the paper's cube row
+    assert "(5/6 tasks)" in text
+    assert "holiday" in text and "no args.json" in text and "incomplete: step 0 of 100,000" in text
+    assert {path.name for path in made_report.iterdir()} >= {"report.md", "report.html", "curves_steps.png",
+                                                             "curves_hours.png", "atari_profiles_100000.png"}
+
+
+def test_report_without_a_finished_run_says_so(tmp_path, capsys):
+    assert report.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "no finished run" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_page_is_self_contained_and_renders_in_a_browser(made_report, tmp_path):
+    page = (made_report / "report.html").read_text()
+    assert not re.search(r"(src|href)=\"(?!data:)", page)
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("needs Debian's chromium")
+    done = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
+                           "--disable-background-networking", "--disable-component-update", "--disable-quic",
+                           f"--user-data-dir={tmp_path}", "--enable-logging=stderr", "--virtual-time-budget=2000",
+                           "--dump-dom", f"file://{made_report / 'report.html'}"],
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("<table") >= 5 and done.stdout.count("<img") >= 3
+    assert "CONSOLE" not in done.stderr, done.stderr
+
+
+def test_checked_in_data_is_whole():
+    assert len(report.GAMES) == 26 and report.TASKS == DMC
+    for title, variants in report.ABLATIONS.values():
+        assert title and set(variants) <= set(sweep.VARIANTS)
+    for key in ("ablation_components", "ablation_decoder", "ablation_depth"):
+        assert {row for _, row in report.ABLATIONS[key][1].values()} == set(report.PAPER[key])
+
+
+# ---------------------------------------------------------------------------------------------- figures
+def test_rank_correlation_is_one_for_a_line_and_zero_for_noise():
+    line = np.arange(figures.LENGTH)[:, None] * np.ones((1, 5))
+    noise = np.random.default_rng(0).normal(size=(200, figures.LENGTH, 5))
+    assert figures.rank_correlation([line, -line]) == pytest.approx(1.0)
+    assert abs(figures.rank_correlation(noise)) < 0.02
+
+
+@pytest.mark.parametrize("kind,changes", [("dmc", {}), ("dmc", {"aux_weight": 0.0}), ("atari", {})])
+def test_figures_of_a_checkpoint(kind, changes, tmp_path, monkeypatch, capsys):
+    module, tiny, make = {"dmc": (dmc, TINY, make_dot_env), "atari": (atari, TINY_ATARI, make_dot_game)}[kind]
+    monkeypatch.setattr(module, "make_env", make)
+    args = module.Args(**{**tiny, **changes, "run_root": str(tmp_path), "total_timesteps": 60})
+    assert module.main(args) == 0
+    checkpoint = next(tmp_path.glob("*/checkpoint.pt"))
+    assert figures.main([str(checkpoint), "--out", str(tmp_path / "out"), "--sequences", "3"]) == 0
+    expected = {"states.png", "masks.png"} | (set() if changes else {"similarity.png"})
+    assert {path.name for path in (tmp_path / "out").iterdir()} == expected
+    assert all(path.stat().st_size > 5000 for path in (tmp_path / "out").iterdir())
+    out = capsys.readouterr().out
+    assert re.search(r"state distance: -?[\d.]+; untrained encoder: -?[\d.]+", out)
+    assert ("rank accuracy on these sequences" in out) == (not changes)
