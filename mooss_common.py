@@ -288,7 +288,7 @@ def resume(run_dir, script, args, agent, replay):
         try:
             state = read_checkpoint(path, script)
             for piece in state["replay_pieces"]:
-                verify(run_dir / "replay" / piece["file"])
+                read_tensors(run_dir / "replay" / piece["file"], only_verify=True)
         except UsageError as error:
             print(f"skipping a checkpoint: {error}", file=sys.stderr)
             continue
@@ -322,32 +322,44 @@ def read_checkpoint(path, script):
     return state
 
 
-def verify(path):
-    """Compare a file with the checksums it carries: what torch saves is a zip archive."""
+def read_tensors(path, only_verify=False):
+    """torch.load without pickled code, after a look at the checksums: what torch saves is a zip archive."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        require(damaged is None, f"{path} is damaged: its part {damaged} does not match its checksum")
+        return None if only_verify else torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error,
+            pickle.UnpicklingError) as error:
         raise UsageError(f"{path} is damaged or is not a checkpoint ({type(error).__name__})") from error
-    require(damaged is None, f"{path} is damaged: its part {damaged} does not match its checksum")
 
 
-def read_tensors(path):
-    """torch.load without pickled code, after a check of the file's own checksums."""
-    verify(path)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise UsageError(f"{path} is not a checkpoint ({type(error).__name__})") from error
-
-
-def from_checkpoint(path, script, build):
-    """`build(state)` of a checkpoint; a state that this version cannot use is the file's fault, in one sentence."""
+def load_agent(script, args_class, agent_class, path, device="cpu"):
+    """The agent of a checkpoint file, and its step."""
     state = read_checkpoint(path, script)
     try:
-        return build(state), state["step"]
+        agent = agent_class(args_class(**state["args"]), *state["agent_shape"], torch.device(device))
+        agent.load_state_dict(state["agent"])
     except (KeyError, TypeError, RuntimeError) as error:
         raise UsageError(f"{path} was written by another version of {script}.py ({type(error).__name__})") from error
+    return agent, state["step"]
+
+
+def evaluate_only(args, load, evaluate):
+    """--eval-only: the saved agent on its own task; scores to eval_only.csv and a video beside the checkpoint."""
+    device, folder = pick_device(args.device), Path(args.checkpoint).parent
+    configure_torch(args.seed, device, args.torch_deterministic)
+    agent, step = load(args.checkpoint, device)
+    require(os.access(folder, os.W_OK), f"cannot write to {folder}")
+    args = dataclasses.replace(agent.args, seed=args.seed, eval_episodes=args.eval_episodes)
+    episodes = evaluate(agent, args, device, step, folder / "videos" / f"eval_only_{step}.mp4")
+    path = folder / "eval_only.csv"
+    table = CsvFile(path, ("step", "episode", "return", "length"), path.stat().st_size if path.exists() else 0)
+    for number, (score, length) in enumerate(episodes):
+        table.write({"step": step, "episode": number, "return": f"{score:.6g}", "length": length})
+    table.file.close()
+    print(f"step {step:,}: return {mean_std([score for score, _ in episodes])}; written to {path}")
+    return 0
 
 
 # ---------------------------------------------------------------------------------------------- signals
@@ -535,15 +547,6 @@ def print_banner(args, run_dir, device, replay, preset_fields):
     print(f"{args.env_id}, seed {args.seed}, preset {args.preset} -> {run_dir}\n"
           f"device {device} ({name}){gl}; replay {replay.nbytes / 1e9:.2f} GB on {replay.device}\n"
           "resolved: " + " ".join(f"{field}={getattr(args, field)}" for field in preset_fields), flush=True)
-
-
-def write_eval_only(path, step, episodes):
-    """Append the episodes of --eval-only to a file of their own and print them."""
-    print(f"step {step:,}: return {mean_std([score for score, _ in episodes])}; written to {path}")
-    table = CsvFile(path, ("step", "episode", "return", "length"), path.stat().st_size if path.exists() else 0)
-    for number, (score, length) in enumerate(episodes):
-        table.write({"step": step, "episode": number, "return": f"{score:.6g}", "length": length})
-    table.file.close()
 
 
 # ---------------------------------------------------------------------------------------------- pictures

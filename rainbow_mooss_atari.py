@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import math
 import re
-from pathlib import Path
 from typing import Literal
 
 import gymnasium as gym
@@ -506,7 +505,7 @@ class Network(nn.Module):
         super().__init__()
         layers = []
         for filters, size, stride in zip(args.channels, args.filter_sizes, args.strides):
-            layers += [nn.Conv2d(channels, filters, size, stride), nn.ReLU()]
+            layers += [nn.Conv2d(channels, filters, size, stride), nn.ReLU(inplace=True)]
             channels = filters
         self.convs = nn.Sequential(*layers, nn.Flatten())
         features = channels * feature_side(args) ** 2
@@ -677,7 +676,7 @@ class Agent(nn.Module):
             groups.append({"params": self.aux_parameters, "eps": args.aux_adam_eps})  # A6
         adam = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[args.optimizer]
         self.optimizers = {"all": adam(groups, lr=args.learning_rate, betas=(args.beta1, args.beta2), fused=True)}
-        for name in ("rl_loss", "mooss_loss"):
+        for name in ("rl_loss", "key_states", "mooss_loss"):
             setattr(self, name, common.maybe_compile(getattr(self, name), args.compile, device))
         self.metrics, self.last_mooss_step = {}, None
 
@@ -720,15 +719,16 @@ class Agent(nn.Module):
             priorities = (chosen[:, 0].detach() - target).abs()
         return losses, priorities, self.q_values(out.detach()).mean()
 
-    def mooss_loss(self, query_obs, key_obs, masks, actions, rewards, valid, weights):
+    def key_states(self, obs):
+        with torch.no_grad(), self.autocast():
+            return self.target.state(obs).float(),  # (B*F, d)
+
+    def mooss_loss(self, masked_obs, keys, actions, rewards, valid, weights):
         """L_MOOSS of a batch of sequences, and the similarity matrix (B*F, B*F) it ranks."""
         args = self.args
         with self.autocast():
-            states = self.online.state(query_obs.masked_fill(masks, 0.0))  # (B*F, d)
-            states = states.view(-1, args.seq_len, args.state_dim)
+            states = self.online.state(masked_obs).view(-1, args.seq_len, args.state_dim)
             queries = self.decoder(states, actions, rewards).flatten(0, 1).float()
-            with torch.no_grad():
-                keys = self.target.state(key_obs).float()
         if args.normalize_embeddings:  # D3
             queries, keys = F.normalize(queries, dim=1, eps=1e-3), F.normalize(keys, dim=1, eps=1e-3)
         similarity = queries @ self.bilinear @ keys.T  # (B*F, B*F)
@@ -757,10 +757,12 @@ class Agent(nn.Module):
         metrics |= {"losses/rl": loss.detach(), "rainbow/q": q, "rainbow/priority": priorities.mean(),
                     "rainbow/is_exponent": beta, "charts/learning_rate": args.learning_rate}
         if args.aux_weight > 0:
-            query_obs, key_obs = (augment(frames, args, self.device) for _ in range(2))
-            masks = self.masks(update)
+            keys, = self.key_states(augment(frames, args, self.device))
+            obs, masks = augment(frames, args, self.device), self.masks(update)
+            newest = obs[:args.seq_len, -self.frame_channels:].clone() if log else None
+            obs *= ~masks
             one_hot = F.one_hot(actions, self.num_actions).float()
-            mooss, similarity = self.mooss_loss(query_obs, key_obs, masks, one_hot, rewards[..., None], valid,
+            mooss, similarity = self.mooss_loss(obs, keys, one_hot, rewards[..., None], valid,
                                                 weights if args.aux_is_weights else torch.ones_like(weights))  # A5
             loss = loss + args.aux_weight * mooss
         self.optimizers["all"].zero_grad()
@@ -781,18 +783,11 @@ class Agent(nn.Module):
             metrics |= {"losses/mooss": mooss.detach(), "mooss/mask_fraction": masks.float().mean(),
                         "mooss/valid_fraction": valid.float().mean(), "mooss/top1_accuracy": own.float().mean(),
                         "mooss/rank_accuracy": rank_accuracy(similarity, args.seq_len, args.temporal_window, valid)}
-            newest = query_obs[:args.seq_len, -self.frame_channels:]
             self.last_mooss_step = (newest, masks[:args.seq_len], similarity)  # for the pictures
 
 
-def load_agent(path, device="cpu"):
-    """The agent of a checkpoint file, and its step: `agent.act(obs)`, `agent.online.features`."""
-    def build(state):
-        agent = Agent(Args(**state["args"]), state["obs_shape"], state["num_actions"], torch.device(device))
-        agent.load_state_dict(state["agent"])
-        return agent
-
-    return common.from_checkpoint(path, SCRIPT, build)
+# The agent of a checkpoint file, and its step: `agent, step = load_agent(path)`.
+load_agent = functools.partial(common.load_agent, SCRIPT, Args, Agent)
 
 
 # ------------------------------------------------------------------------------------------------- evaluation
@@ -833,24 +828,11 @@ def verdict(args, episodes):
     return text
 
 
-def evaluate_only(args):
-    """--eval-only: the saved agent on its own game; scores to eval_only.csv and a video beside the checkpoint."""
-    device, folder = common.pick_device(args.device), Path(args.checkpoint).parent
-    common.configure_torch(args.seed, device, args.torch_deterministic)
-    agent, step = load_agent(args.checkpoint, device)
-    common.require(os.access(folder, os.W_OK), f"cannot write to {folder}")
-    saved = dataclasses.replace(agent.args, seed=args.seed, eval_episodes=args.eval_episodes)
-    episodes = evaluate(agent, saved, device, step, folder / "videos" / f"eval_only_{step}.mp4")
-    common.write_eval_only(folder / "eval_only.csv", step, episodes)
-    print(verdict(saved, episodes))
-    return 0
-
-
 # ------------------------------------------------------------------------------------------------- main
 def main(args):
     args = resolve_args(args)
     if args.eval_only:
-        return evaluate_only(args)
+        return common.evaluate_only(args, load_agent, evaluate)
     folder = common.RunFolder(args)
     folder.check()
     device = common.pick_device(args.device)
@@ -875,7 +857,7 @@ def main(args):
         logger.mooss_pictures(step, agent.last_mooss_step, args.seq_len, 255.0)
         common.save_checkpoint(run_dir, SCRIPT, args, agent, replay, logger, dict(
             step=step, update=update, game=game, last_eval=last_eval, actions=torch.tensor(actions, dtype=torch.long),
-            obs_shape=obs_shape, num_actions=num_actions))
+            agent_shape=(obs_shape, num_actions)))
 
     # A game is its seed and its actions: to restore one that was half played, play it again.
     obs, _ = env.reset(seed=common.derive_seed(args.seed, "training", game))

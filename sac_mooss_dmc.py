@@ -20,7 +20,6 @@ import copy
 import dataclasses
 import functools
 import math
-from pathlib import Path
 from typing import Literal
 
 import gymnasium as gym
@@ -95,7 +94,7 @@ class Args:
     actor_update_freq: int = 2  # time between actor and temperature updates (updates; D12)
     state_dim: int = 64  # state representation dimension d
     num_filters: int | None = None  # filters of each conv layer (64)
-    hidden_dim: int = 1024  # hidden units of actor and critic
+    hidden_dim: int | None = None  # hidden units of actor and critic (1024)
 
     # MOOSS
 
@@ -127,12 +126,13 @@ class Args:
 
 
 PAPER = dict(eval_episodes=10, render_size=100, image_size=84, action_repeat=4, pixel_scale=255.0, batch_size=512,
-             rl_lr=1e-3, num_filters=64, aux_batch_size=128, aux_lr=5e-4, cube_len=8, walk_root="random",
-             share_mask=False, temporal_window=6, target_update_period=1, target_ema=0.95)
+             rl_lr=1e-3, num_filters=64, hidden_dim=1024, aux_batch_size=128, aux_lr=5e-4, cube_len=8,
+             walk_root="random", share_mask=False, temporal_window=6, target_update_period=1, target_ema=0.95)
 PRESETS = {
     "paper": {},
     "authors": dict(temporal_window=5, walk_root="fixed", share_mask=True, target_update_period=2, pixel_scale=1.0),
-    "laptop": dict(eval_episodes=3, render_size=75, image_size=63, batch_size=128, num_filters=32, aux_batch_size=16),
+    "laptop": dict(eval_episodes=3, render_size=75, image_size=63, batch_size=128, num_filters=32, hidden_dim=512,
+                   aux_batch_size=16),
 }
 TASK_PRESETS = {
     "finger-spin": dict(action_repeat=2),
@@ -427,9 +427,9 @@ class Encoder(nn.Module):
 
     def __init__(self, channels, image_size, num_filters, state_dim):
         super().__init__()
-        layers = [nn.Conv2d(channels, num_filters, 3, stride=2), nn.ReLU()]
+        layers = [nn.Conv2d(channels, num_filters, 3, stride=2), nn.ReLU(inplace=True)]
         for _ in range(3):
-            layers += [nn.Conv2d(num_filters, num_filters, 3), nn.ReLU()]
+            layers += [nn.Conv2d(num_filters, num_filters, 3), nn.ReLU(inplace=True)]
         self.convs = nn.Sequential(*layers, nn.Flatten())
         self.features = num_filters * ((image_size - 3) // 2 + 1 - 6) ** 2
         self.projection = nn.Sequential(nn.Linear(self.features, state_dim), nn.LayerNorm(state_dim))
@@ -610,7 +610,7 @@ class Agent(nn.Module):
         if args.aux_weight > 0:
             self.aux_parameters = [*encoder.parameters(), *self.decoder.parameters(), self.bilinear]
             self.optimizers["aux"] = adam(self.aux_parameters, lr=args.aux_lr, betas=betas, fused=True)
-        for name in ("critic_loss", "mooss_loss", "actor_loss"):
+        for name in ("critic_loss", "key_states", "mooss_loss", "actor_loss"):
             setattr(self, name, common.maybe_compile(getattr(self, name), args.compile, device))
         self.metrics, self.last_mooss_step = {}, None
 
@@ -640,15 +640,16 @@ class Agent(nn.Module):
         loss = F.mse_loss(q1, target) + F.mse_loss(q2, target)
         return loss, q1.mean(), q2.mean(), target.mean()
 
-    def mooss_loss(self, query_obs, key_obs, masks, actions, rewards):
+    def key_states(self, obs):
+        with torch.no_grad(), self.autocast():
+            return self.key_encoder(obs).float(),  # (B*F, d)
+
+    def mooss_loss(self, masked_obs, keys, actions, rewards):
         """L_MOOSS of a batch of sequences, and the similarity matrix (B*F, B*F) it ranks."""
         args = self.args
         with self.autocast():
-            states = self.critic.encoder(query_obs.masked_fill(masks, 0.0))  # (B*F, d)
-            states = states.view(-1, args.seq_len, args.state_dim)
+            states = self.critic.encoder(masked_obs).view(-1, args.seq_len, args.state_dim)
             queries = self.decoder(states, actions, rewards).flatten(0, 1).float()
-            with torch.no_grad():
-                keys = self.key_encoder(key_obs).float()
         if args.normalize_embeddings:  # D3
             queries, keys = F.normalize(queries, dim=1, eps=1e-3), F.normalize(keys, dim=1, eps=1e-3)
         similarity = queries @ self.bilinear @ keys.T  # (B*F, B*F)
@@ -720,11 +721,13 @@ class Agent(nn.Module):
         args, optimizer = self.args, self.optimizers["aux"]
         starts = replay.sample_rows(args.aux_batch_size, args.seq_len)
         rows = starts[:, None] + torch.arange(args.seq_len, device=starts.device)  # (B, F)
-        query_obs = augment(replay, rows, args, self.device, True, args.crop_per_sequence)  # D10
-        key_obs = augment(replay, rows, args, self.device, True, args.crop_per_sequence)
+        keys, = self.key_states(augment(replay, rows, args, self.device, True, args.crop_per_sequence))  # D10
+        obs = augment(replay, rows, args, self.device, True, args.crop_per_sequence)
         actions, rewards, _ = (x.to(self.device, non_blocking=True) for x in replay.outcomes(rows))
         masks = self.masks(update)
-        loss, similarity = self.mooss_loss(query_obs, key_obs, masks, actions, rewards[..., None])
+        newest = obs[:args.seq_len, -self.frame_channels:].clone() if log else None
+        obs *= ~masks  # in place: a copy would be half a gigabyte at the paper's size
+        loss, similarity = self.mooss_loss(obs, keys, actions, rewards[..., None])
         optimizer.zero_grad()
         (args.aux_weight * loss).backward()
         grad_norm = nn.utils.clip_grad_norm_(self.aux_parameters, args.max_grad_norm)
@@ -737,24 +740,18 @@ class Agent(nn.Module):
                              "mooss/lr": self.aux_learning_rate(update), "mooss/mask_fraction": masks.float().mean(),
                              "mooss/top1_accuracy": (similarity.argmax(1) == own).float().mean(),
                              "mooss/rank_accuracy": rank_accuracy(similarity, args.seq_len, args.temporal_window)}
-            newest = query_obs[:args.seq_len, -self.frame_channels:]
             self.last_mooss_step = (newest, masks[:args.seq_len], similarity)  # for the pictures
 
 
-def load_agent(path, device="cpu"):
-    """The agent of a checkpoint file, and its step: `agent.act(obs, deterministic=True)`, `agent.critic.encoder`."""
-    def build(state):
-        agent = Agent(Args(**state["args"]), state["obs_shape"], state["action_dim"], torch.device(device))
-        agent.load_state_dict(state["agent"])
-        return agent
-
-    return common.from_checkpoint(path, SCRIPT, build)
+# The agent of a checkpoint file, and its step: `agent, step = load_agent(path)`.
+load_agent = functools.partial(common.load_agent, SCRIPT, Args, Agent)
 
 
 # ------------------------------------------------------------------------------------------------- evaluation
-def evaluate(agent, env, args, step, video=None):
-    """Deterministic episodes, their seeds derived from (seed, step): a list of (return, length in agent steps)."""
-    episodes, frames = [], []
+def evaluate(agent, args, device, step, video=None):
+    """Deterministic episodes in an environment of their own (D13), seeds derived from (seed, step): a list of (return,
+    length in agent steps)."""
+    env, episodes, frames = make_env(args, device), [], []
     for episode in range(args.eval_episodes):
         obs, _ = env.reset(seed=common.derive_seed(args.seed, "evaluation", step, episode))
         score, length, done = 0.0, 0, False
@@ -764,33 +761,22 @@ def evaluate(agent, env, args, step, video=None):
             obs, reward, terminated, truncated, _ = env.step(agent.act(obs, deterministic=True))
             score, length, done = score + float(reward), length + 1, terminated or truncated
         episodes.append((score, length))
+    env.close()
     if video:
         common.write_video(video, frames)
     return episodes
-
-
-def evaluate_only(args):
-    """--eval-only: the saved agent on its own task; scores to eval_only.csv and a video beside the checkpoint."""
-    device, folder = common.pick_device(args.device), Path(args.checkpoint).parent
-    common.configure_torch(args.seed, device, args.torch_deterministic)
-    agent, step = load_agent(args.checkpoint, device)
-    common.require(os.access(folder, os.W_OK), f"cannot write to {folder}")
-    saved = dataclasses.replace(agent.args, seed=args.seed, eval_episodes=args.eval_episodes)
-    episodes = evaluate(agent, make_env(saved, device), saved, step, folder / "videos" / f"eval_only_{step}.mp4")
-    common.write_eval_only(folder / "eval_only.csv", step, episodes)
-    return 0
 
 
 # ------------------------------------------------------------------------------------------------- main
 def main(args):
     args = resolve_args(args)
     if args.eval_only:
-        return evaluate_only(args)
+        return common.evaluate_only(args, load_agent, evaluate)
     folder = common.RunFolder(args)
     folder.check()
     device = common.pick_device(args.device)
     common.configure_torch(args.seed, device, args.torch_deterministic)
-    env, eval_env = make_env(args, device), make_env(args, device)  # D13
+    env = make_env(args, device)
     obs_shape, action_dim = env.observation_space.shape, env.action_space.shape[0]
     replay = common.place_replay(args.replay_device, device, functools.partial(
         SequenceReplay, args.buffer_size, obs_shape[1:], action_dim, args.frame_stack, args.seq_len,
@@ -811,7 +797,7 @@ def main(args):
         logger.mooss_pictures(step, agent.last_mooss_step, args.seq_len, args.pixel_scale)
         common.save_checkpoint(run_dir, SCRIPT, args, agent, replay, logger, dict(
             step=step, agent_step=agent_step, update=update, episode=episode, last_eval=last_eval,
-            actions=torch.tensor(np.array(actions, np.float32)), obs_shape=obs_shape, action_dim=action_dim))
+            actions=torch.tensor(np.array(actions, np.float32)), agent_shape=(obs_shape, action_dim)))
 
     # An episode is its seed and its actions: to restore one that was half played, play it again.
     obs, _ = env.reset(seed=common.derive_seed(args.seed, "training", episode))
@@ -831,7 +817,7 @@ def main(args):
             break
         if step != last_eval and (finished or common.due(step, args.eval_every, args.action_repeat, first=True)):
             video = run_dir / "videos" / f"step_{step:09d}.mp4" if args.capture_video else None
-            episodes = evaluate(agent, eval_env, args, step, video)
+            episodes = evaluate(agent, args, device, step, video)
             logger.evaluation(step, update, episodes)
             progress.say(f"step {step:,}: evaluation return {common.mean_std([score for score, _ in episodes])}")
             last_eval = step
@@ -866,7 +852,7 @@ def main(args):
             obs, _ = env.reset(seed=common.derive_seed(args.seed, "training", episode))
             replay.add(obs[-1])
 
-    for thing in (stop, logger, env, eval_env):
+    for thing in (stop, logger, env):
         thing.close()
     return 128 + stop.signal if stop.signal else 0
 

@@ -158,7 +158,8 @@ def figure_similarity(module, agent, sequences, out):
         everything = torch.ones(len(sequences), length, dtype=torch.bool), torch.ones(len(sequences))
     else:
         everything = ()
-    batch = (x.to(agent.device) for x in (obs, obs, masks, actions, rewards, *everything))
+    keys, = agent.key_states(obs)
+    batch = (x.to(agent.device) for x in (obs * ~masks, keys, actions, rewards, *everything))
     _, similarity = agent.mooss_loss(*batch)
     blocks = similarity.view(-1, length, len(sequences), length).diagonal(dim1=0, dim2=2).permute(2, 0, 1).cpu()
     by_distance = [torch.cat([blocks.diagonal(k, 1, 2), blocks.diagonal(-k, 1, 2)], 1).mean(1) for k in range(length)]
@@ -171,7 +172,7 @@ def figure_similarity(module, agent, sequences, out):
     left.axvline(args.temporal_window, color="#cccccc", linewidth=1)
     left.set(xlabel="temporal distance (agent steps)", ylabel="similarity q W k", title="mean ± spread over sequences")
     left.legend(fontsize=8)
-    picture = right.imshow(blocks.mean(0), cmap="viridis")
+    picture = right.imshow(blocks.mean(0).numpy(), cmap="viridis")
     right.set(xlabel="key time", ylabel="query time", title="mean over sequences")
     figure.colorbar(picture, ax=right)
     figure.tight_layout()

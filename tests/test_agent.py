@@ -21,11 +21,13 @@ def a_batch(args, action_dim=1):
 
 
 def a_mooss_batch(args, agent, action_dim=1):
+    """Masked observations, keys of unmasked ones, actions, rewards."""
     torch.manual_seed(2)
     steps = args.aux_batch_size * args.seq_len
     shape = (steps, 9, args.image_size, args.image_size)
     batch = (args.aux_batch_size, args.seq_len)
-    return torch.rand(shape), torch.rand(shape), agent.masks(0), torch.rand(*batch, action_dim), torch.rand(*batch, 1)
+    keys, = agent.key_states(torch.rand(shape))
+    return torch.rand(shape) * ~agent.masks(0), keys, torch.rand(*batch, action_dim), torch.rand(*batch, 1)
 
 
 def test_log_probability_equals_a_numerical_change_of_variables():
@@ -104,16 +106,18 @@ def test_actor_step_moves_neither_convs_nor_critic():
     assert moved == {name for name in before if name.startswith("actor.")} | {"log_alpha"}
 
 
-def test_masked_pixels_cannot_be_seen_by_queries():
-    """Changing pixels under the mask changes nothing; changing the same pixels of the key view does."""
-    args = tiny_args()
-    agent = tiny_agent(args)
-    query, key, masks, actions, rewards = a_mooss_batch(args, agent)
-    loss, _ = agent.mooss_loss(query, key, masks, actions, rewards)
-    changed, _ = agent.mooss_loss(torch.where(masks, 0.7, query), key, masks, actions, rewards)
-    assert torch.equal(loss, changed)
-    changed, _ = agent.mooss_loss(query, torch.where(masks, 0.7, key), masks, actions, rewards)
-    assert not torch.equal(loss, changed)
+def test_queries_see_masked_pixels_as_zero_and_keys_see_everything():
+    """What a MOOSS step hands to the two encoders: exactly the masked pixels are zero, and only for the query."""
+    args = tiny_args(augmentations=())
+    agent, replay = tiny_agent(args), filled_replay(args)
+    replay.frames.clamp_(min=1)
+    seen = {}
+    for name, network in (("query", agent.critic.encoder), ("key", agent.key_encoder)):
+        network.register_forward_pre_hook(lambda module, inputs, name=name: seen.update({name: inputs[0].clone()}))
+    agent.mooss_step(replay, 5, log=True)
+    masks = agent.masks(5)
+    assert torch.equal(seen["query"] == 0, masks.expand_as(seen["query"])) and 0.4 < masks.float().mean() < 0.6
+    assert (seen["key"] > 0).all() and torch.equal(seen["key"] * ~masks, seen["query"])
 
 
 def test_key_encoder_is_a_copy_that_follows_its_ema():

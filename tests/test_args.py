@@ -54,7 +54,7 @@ def test_laptop_preset_changes_sizes_only():
     args, paper = dmc.resolve_args(dmc.Args(preset="laptop")), dmc.resolve_args(dmc.Args())
     changed = {f.name for f in dataclasses.fields(args) if getattr(args, f.name) != getattr(paper, f.name)}
     assert changed == {"preset", "eval_episodes", "render_size", "image_size", "batch_size", "num_filters",
-                       "aux_batch_size"}
+                       "hidden_dim", "aux_batch_size"}
 
 
 def test_an_explicit_flag_wins_even_with_the_papers_value():

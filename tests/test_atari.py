@@ -395,16 +395,16 @@ def test_steps_after_an_episodes_end_do_not_count():
     args = tiny_atari_args()
     agent = tiny_atari_agent(args)
     torch.manual_seed(0)
-    query, key = torch.rand(32, 4, 28, 28), torch.rand(32, 4, 28, 28)
+    query, keys = torch.rand(32, 4, 28, 28), torch.randn(32, 8)
     actions, rewards, weights = torch.rand(4, 8, 3), torch.rand(4, 8, 1), torch.rand(4)
     valid = torch.arange(8) < torch.tensor([8, 3, 5, 1])[:, None]
     invalid = ~valid.flatten()
     results = []
     for changed in (False, True):
         if changed:
-            query[invalid], key[invalid] = torch.rand(int(invalid.sum()), 4, 28, 28), 0.5
+            query[invalid], keys[invalid] = torch.rand(int(invalid.sum()), 4, 28, 28), 0.5
         agent.zero_grad()
-        loss, _ = agent.mooss_loss(query, key, agent.masks(0), actions, rewards, valid, weights)
+        loss, _ = agent.mooss_loss(query, keys, actions, rewards, valid, weights)
         loss.backward()
         results.append((loss.item(), [p.grad.clone() for p in agent.aux_parameters]))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
@@ -429,8 +429,8 @@ def test_compiled_losses_equal_eager_ones_in_value_and_gradient():
     compiled.load_state_dict(eager.state_dict())
     torch.manual_seed(5)
     valid = torch.arange(8) < torch.tensor([8, 3, 5, 1])[:, None]
-    mooss = (torch.rand(32, 4, 28, 28), torch.rand(32, 4, 28, 28), eager.masks(0), torch.rand(4, 8, 3),
-             torch.rand(4, 8, 1), valid, torch.rand(4))
+    mooss = (torch.rand(32, 4, 28, 28), torch.randn(32, 8), torch.rand(4, 8, 3), torch.rand(4, 8, 1), valid,
+             torch.rand(4))
     for name, batch in (("rl_loss", a_batch()), ("mooss_loss", mooss)):
         results = []
         for agent in (eager, compiled):

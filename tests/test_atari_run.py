@@ -195,7 +195,7 @@ def test_a_run_leaves_everything_and_really_learns(tmp_path, dot_game, capsys):
     assert "human-normalised" in out and "the paper's MOOSS 16.8, Base 16.7" in out
     state = torch.load(folder(tmp_path) / "checkpoint.pt", weights_only=True)
     torch.manual_seed(1)
-    untrained = atari.Agent(atari.Args(**state["args"]), state["obs_shape"], 3, CPU).state_dict()
+    untrained = atari.Agent(atari.Args(**state["args"]), *state["agent_shape"], CPU).state_dict()
     assert [name for name in untrained if torch.equal(untrained[name], state["agent"][name])] == []
     assert (folder(tmp_path) / "videos" / "step_000000060.mp4").stat().st_size > 0
 
@@ -281,7 +281,8 @@ def test_end_to_end_on_a_real_game(tmp_path):
 
 
 @pytest.mark.parametrize("words,expected", [
-    ("--env-id Brakeout", "Breakout"), ("--env-id Backgammon", "no-op"), ("--channels 4 8", "--channels"), ("--preset authors", "preset")])
+    ("--env-id Brakeout", "Breakout"), ("--env-id Backgammon", "no-op"),
+    ("--channels 4 8", "--channels"), ("--preset authors", "preset")])
 def test_bad_input_exits_2_without_traceback(words, expected, tmp_path):
     done = script(*words.split(), cwd=tmp_path)
     assert done.returncode == 2 and expected in done.stderr + done.stdout and "Traceback" not in done.stderr

@@ -2,10 +2,16 @@
 
 import dataclasses
 import re
+import sys
 
 import rainbow_mooss_atari as atari
 import sac_mooss_dmc as dmc
 from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import figures
+import report
+import sweep
 
 README = (ROOT / "README.md").read_text()
 
@@ -18,7 +24,9 @@ def test_every_metric_has_a_row_in_the_table():
 def test_every_flag_named_exists():
     names = {field.name.replace("_", "-") for args in (dmc.Args, atari.Args) for field in dataclasses.fields(args)}
     flags = {prefix + name for name in names for prefix in ("--", "--no-")}
-    others = {"--help", "--logdir"}
+    others = {"--help", "--logdir"} | {
+        "--" + field.name.replace("_", "-") for args in (sweep.SweepArgs, report.ReportArgs, figures.FigureArgs)
+        for field in dataclasses.fields(args)}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README))
     assert named - flags - others == set()
 

@@ -82,7 +82,7 @@ def test_a_run_leaves_everything_and_really_learns(tmp_path, dot_env):
     state = torch.load(path / "checkpoint.pt", weights_only=True)
     assert state["step"] == 120 and state["update"] == 40
     torch.manual_seed(1)
-    untrained = dmc.Agent(dmc.Args(**state["args"]), state["obs_shape"], 1, torch.device("cpu"))
+    untrained = dmc.Agent(dmc.Args(**state["args"]), *state["agent_shape"], torch.device("cpu"))
     moved = [name for name, value in untrained.state_dict().items() if not torch.equal(value, state["agent"][name])]
     assert len(moved) == len(state["agent"])
     import imageio
@@ -442,7 +442,8 @@ def test_actions_are_scaled_from_minus_one_to_one():
 
 @pytest.mark.parametrize("words,expected", [
     ("--env-id reacher-eazy", "reacher-easy"), ("--env-id lqr-lqr_2_1", "time limit"),
-    ("--camera-id 9", "--camera-id"), ("--render-size 640", "--render-size"), ("--env-id reacher-easy --action-repeat 200", "--seq-len"),
+    ("--camera-id 9", "--camera-id"), ("--render-size 640", "--render-size"),
+    ("--env-id reacher-easy --action-repeat 200", "--seq-len"),
     ("--device cuda:7", "--device"),
     ("--device tpu", "--device"), ("--replay-device cuda", "--replay-device")])
 def test_bad_input_is_refused_before_anything_is_written(words, expected, tmp_path, capsys, monkeypatch):
