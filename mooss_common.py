@@ -40,6 +40,10 @@ class UsageError(Exception):
     """An error a person can cause and mend. Its message is one sentence; the process ends with exit code 2."""
 
 
+class NotFinite(Exception):
+    """The numbers of a run went wrong. One sentence and exit code 3; the last checkpoint stays as it was."""
+
+
 # ---------------------------------------------------------------------------------------------- command line
 def parse_args(args_class, argv):
     """The command line as Args, by tyro."""
@@ -57,9 +61,9 @@ def run_cli(args_class, main, argv=None):
     """Parse the command line, run `main(args)`, exit with its code; a UsageError becomes one sentence and code 2."""
     try:
         sys.exit(main(parse_args(args_class, sys.argv[1:] if argv is None else argv)))
-    except UsageError as error:
+    except (UsageError, NotFinite) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, UsageError) else 3)
 
 
 def require(condition, sentence):
@@ -123,14 +127,40 @@ def configure_torch(seed, device, deterministic):
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
 
+def note_finite(flags, **losses):
+    """Remember on the device, without waiting for it, whether each loss was finite so far."""
+    for name, loss in losses.items():
+        flags[name] = torch.isfinite(loss.detach()).all() & flags.get(name, True)
+
+
+def require_finite(flags, step, run_dir):
+    """Stop the run where a loss was not finite, before anything is logged or saved over."""
+    bad = [name for name, flag in flags.items() if not flag]
+    if bad:
+        last = run_dir / "checkpoint.pt"
+        raise NotFinite(f"not finite at step {step:,}: {', '.join(bad)}; "
+                        + (f"the last checkpoint is {last}" if last.exists() else "there is no checkpoint yet"))
+
+
 def maybe_compile(function, enabled, device):
     """torch.compile for fixed shapes; on CUDA `reduce-overhead` brings CUDA graphs, whose outputs must be copied."""
     if not enabled:
         return function
-    if device.type != "cuda":
-        return torch.compile(function, dynamic=False)
-    compiled = torch.compile(function, dynamic=False, mode="reduce-overhead")
-    return lambda *inputs: tuple(output.clone() for output in compiled(*inputs))
+    on_cuda = device.type == "cuda"
+    compiled = torch.compile(function, dynamic=False, mode="reduce-overhead" if on_cuda else None)
+
+    def call(*inputs):
+        nonlocal compiled
+        if compiled is not None:
+            try:
+                outputs = compiled(*inputs)
+                return tuple(output.clone() for output in outputs) if on_cuda else outputs
+            except torch._dynamo.exc.TorchDynamoException as error:
+                print(f"--compile does not work here ({error}): going on without it", file=sys.stderr)
+                compiled = None
+        return function(*inputs)
+
+    return call
 
 
 def free_memory(device):

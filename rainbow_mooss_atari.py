@@ -678,7 +678,7 @@ class Agent(nn.Module):
         self.optimizers = {"all": adam(groups, lr=args.learning_rate, betas=(args.beta1, args.beta2), fused=True)}
         for name in ("rl_loss", "key_states", "mooss_loss"):
             setattr(self, name, common.maybe_compile(getattr(self, name), args.compile, device))
-        self.metrics, self.last_mooss_step = {}, None
+        self.metrics, self.last_mooss_step, self.finite = {}, None, {}
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.amp == "bf16")
@@ -737,7 +737,8 @@ class Agent(nn.Module):
         return loss, similarity
 
     def update(self, replay, update, beta, log):
-        """One update: RL on the first step of each sequence, MOOSS on all of them, one backward, target copy."""
+        """One update: RL on the first step of each sequence, MOOSS on all of them, one backward, target copy. Nothing
+        here waits for the device."""
         args, metrics = self.args, self.metrics
         if args.compile and self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
@@ -761,12 +762,13 @@ class Agent(nn.Module):
             obs, masks = augment(frames, args, self.device), self.masks(update)
             newest = obs[:args.seq_len, -self.frame_channels:].clone() if log else None
             obs *= ~masks
-            one_hot = F.one_hot(actions, self.num_actions).float()
+            one_hot = (actions[..., None] == torch.arange(self.num_actions, device=self.device)).float()
             mooss, similarity = self.mooss_loss(obs, keys, one_hot, rewards[..., None], valid,
                                                 weights if args.aux_is_weights else torch.ones_like(weights))  # A5
             loss = loss + args.aux_weight * mooss
         self.optimizers["all"].zero_grad()
         loss.backward()
+        common.note_finite(self.finite, total=loss)
         metrics["rainbow/grad_norm"] = nn.utils.clip_grad_norm_(self.rl_parameters, args.max_grad_norm)
         if args.aux_weight > 0:
             metrics["mooss/grad_norm"] = nn.utils.clip_grad_norm_(self.aux_parameters, args.max_grad_norm)
@@ -779,9 +781,9 @@ class Agent(nn.Module):
         if args.aux_weight > 0 and log:
             similarity = similarity.detach()
             best = similarity.masked_fill(~valid.flatten(), -math.inf).argmax(1)
-            own = (best == torch.arange(len(best), device=self.device))[valid.flatten()]
+            own = (best == torch.arange(len(best), device=self.device)) & valid.flatten()
             metrics |= {"losses/mooss": mooss.detach(), "mooss/mask_fraction": masks.float().mean(),
-                        "mooss/valid_fraction": valid.float().mean(), "mooss/top1_accuracy": own.float().mean(),
+                        "mooss/valid_fraction": valid.float().mean(), "mooss/top1_accuracy": own.sum() / valid.sum(),
                         "mooss/rank_accuracy": rank_accuracy(similarity, args.seq_len, args.temporal_window, valid)}
             self.last_mooss_step = (newest, masks[:args.seq_len], similarity)  # for the pictures
 
@@ -854,6 +856,7 @@ def main(args):
     progress, stop = common.Progress(args.total_timesteps), common.StopRequest()
 
     def checkpoint():
+        common.require_finite(agent.finite, step, run_dir)
         logger.mooss_pictures(step, agent.last_mooss_step, args.seq_len, 255.0)
         common.save_checkpoint(run_dir, SCRIPT, args, agent, replay, logger, dict(
             step=step, update=update, game=game, last_eval=last_eval, actions=torch.tensor(actions, dtype=torch.long),
@@ -898,6 +901,7 @@ def main(args):
                 agent.update(replay, update, beta, log)
                 update += 1
                 if log:
+                    common.require_finite(agent.finite, step, run_dir)
                     logger.train(step, update, agent.metrics)
                 if device.type == "cpu" and args.preset == "paper":
                     progress.warn_cpu((args.total_timesteps - step) * args.updates_per_step // args.replay_period)

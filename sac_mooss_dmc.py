@@ -612,7 +612,7 @@ class Agent(nn.Module):
             self.optimizers["aux"] = adam(self.aux_parameters, lr=args.aux_lr, betas=betas, fused=True)
         for name in ("critic_loss", "key_states", "mooss_loss", "actor_loss"):
             setattr(self, name, common.maybe_compile(getattr(self, name), args.compile, device))
-        self.metrics, self.last_mooss_step = {}, None
+        self.metrics, self.last_mooss_step, self.finite = {}, None, {}
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.amp == "bf16")
@@ -680,7 +680,7 @@ class Agent(nn.Module):
         return factor * self.args.aux_lr
 
     def update(self, replay, update, log):
-        """One update: critic, MOOSS, actor and temperature, target networks."""
+        """One update: critic, MOOSS, actor and temperature, target networks. Nothing here waits for the device."""
         args, metrics = self.args, self.metrics
         if args.compile and self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
@@ -694,6 +694,7 @@ class Agent(nn.Module):
         self.optimizers["critic"].zero_grad()
         loss.backward()
         self.optimizers["critic"].step()
+        common.note_finite(self.finite, critic=loss)
         metrics |= {"losses/critic": loss.detach(), "sac/q1": q1.detach(), "sac/q2": q2.detach(),
                     "sac/target_q": target, "charts/rl_lr": args.rl_lr}
 
@@ -707,6 +708,7 @@ class Agent(nn.Module):
             (actor_loss + alpha_loss).backward(inputs=[*self.actor.parameters(), self.log_alpha])
             self.optimizers["actor"].step()
             self.optimizers["alpha"].step()
+            common.note_finite(self.finite, actor=actor_loss, alpha=alpha_loss)
             metrics |= {"losses/actor": actor_loss.detach(), "losses/alpha": alpha_loss.detach(),
                         "sac/entropy": entropy.detach(), "sac/alpha": self.log_alpha.detach().exp()}
 
@@ -733,6 +735,7 @@ class Agent(nn.Module):
         grad_norm = nn.utils.clip_grad_norm_(self.aux_parameters, args.max_grad_norm)
         optimizer.param_groups[0]["lr"] = self.aux_learning_rate(update)
         optimizer.step()
+        common.note_finite(self.finite, mooss=loss, mooss_gradient=grad_norm)
         if log:
             similarity = similarity.detach()
             own = torch.arange(len(similarity), device=self.device)
@@ -794,6 +797,7 @@ def main(args):
     progress, stop = common.Progress(args.total_timesteps), common.StopRequest()
 
     def checkpoint():
+        common.require_finite(agent.finite, step, run_dir)
         logger.mooss_pictures(step, agent.last_mooss_step, args.seq_len, args.pixel_scale)
         common.save_checkpoint(run_dir, SCRIPT, args, agent, replay, logger, dict(
             step=step, agent_step=agent_step, update=update, episode=episode, last_eval=last_eval,
@@ -835,6 +839,7 @@ def main(args):
             agent.update(replay, update, log)
             update += 1
             if log:
+                common.require_finite(agent.finite, step, run_dir)
                 logger.train(step, update, agent.metrics)
             if device.type == "cpu" and args.preset == "paper":
                 progress.warn_cpu(updates_left=(args.total_timesteps - step) // args.action_repeat)

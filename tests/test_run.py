@@ -293,6 +293,26 @@ def test_wandb_is_not_imported_without_track():
     assert out.stdout.split() == ["False", "False"]
 
 
+def test_a_reward_that_is_not_a_number_stops_the_run_and_keeps_the_checkpoint(tmp_path, monkeypatch):
+    import gymnasium as gym
+
+    class Broken(DotEnv):
+        steps = 0
+
+        def step(self, action):
+            Broken.steps += 1
+            frame, reward, *rest = super().step(action)
+            return frame, float("nan") if Broken.steps == 90 else reward, *rest
+
+    monkeypatch.setattr(dmc, "make_env", lambda args, device: gym.wrappers.FrameStackObservation(
+        Broken(args.render_size), args.frame_stack, padding_type="reset"))
+    with pytest.raises(common.NotFinite, match="critic.*checkpoint.pt"):
+        run(tmp_path, total_timesteps=400, checkpoint_every=20, eval_every=1000, log_every=1)
+    saved = torch.load(folder(tmp_path) / "checkpoint.pt", weights_only=True)
+    assert all(torch.isfinite(value).all() for value in saved["agent"].values())
+    assert saved["step"] < 2 * 90
+
+
 # ---------------------------------------------------------------------------------------------- progress, signals
 def test_progress_is_a_live_line_on_a_terminal_and_plain_lines_elsewhere(capsys, monkeypatch):
     for live in (False, True):
