@@ -14,7 +14,6 @@ import json
 import math
 import os
 import pickle
-import random
 import re
 import signal
 import subprocess
@@ -40,10 +39,6 @@ class UsageError(Exception):
     """An error a person can cause and mend. Its message is one sentence; the process ends with exit code 2."""
 
 
-class NotFinite(Exception):
-    """The numbers of a run went wrong. One sentence and exit code 3; the last checkpoint stays as it was."""
-
-
 # ---------------------------------------------------------------------------------------------- command line
 def parse_args(args_class, argv):
     """The command line as Args, by tyro."""
@@ -61,9 +56,9 @@ def run_cli(args_class, main, argv=None):
     """Parse the command line, run `main(args)`, exit with its code; a UsageError becomes one sentence and code 2."""
     try:
         sys.exit(main(parse_args(args_class, sys.argv[1:] if argv is None else argv)))
-    except (UsageError, NotFinite) as error:
+    except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 3)
+        sys.exit(2)
 
 
 def require(condition, sentence):
@@ -106,20 +101,14 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     require(re.fullmatch(r"cpu|cuda(:\d+)?", name), f"--device {name} is unknown: use auto, cpu, cuda or cuda:N")
-    if name == "cpu":
-        return torch.device("cpu")
-    require(torch.cuda.is_available(), f"--device {name} needs a CUDA build of torch and a GPU: use --device cpu")
-    device = torch.device("cuda", int(name[5:] or 0))
-    require(device.index < torch.cuda.device_count(),
-            f"--device {name} does not exist: this machine shows {torch.cuda.device_count()} GPU(s), counted from 0")
-    return device
+    index, count = int(name[5:] or 0), torch.cuda.device_count()
+    require(name == "cpu" or index < count, f"--device {name} does not exist: torch sees {count} GPUs, counted from 0")
+    return torch.device("cpu") if name == "cpu" else torch.device("cuda", index)
 
 
 def configure_torch(seed, device, deterministic):
-    """Seed every generator and choose speed (TF32, cuDNN autotuning) or determinism, in one place."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    """Seed torch and choose speed (TF32, cuDNN autotuning) or determinism, in one place."""
+    torch.manual_seed(seed)  # nothing here uses numpy's or Python's global generators
     torch.backends.cudnn.allow_tf32 = True  # in the convolutions, which cost most; products stay in full fp32
     torch.backends.cudnn.benchmark = device.type == "cuda" and not deterministic
     if deterministic:
@@ -127,19 +116,12 @@ def configure_torch(seed, device, deterministic):
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
 
-def note_finite(flags, **losses):
-    """Remember on the device, without waiting for it, whether each loss was finite so far."""
-    for name, loss in losses.items():
-        flags[name] = torch.isfinite(loss.detach()).all() & flags.get(name, True)
-
-
-def require_finite(flags, step, run_dir):
-    """Stop the run where a loss was not finite, before anything is logged or saved over."""
-    bad = [name for name, flag in flags.items() if not flag]
-    if bad:
-        last = run_dir / "checkpoint.pt"
-        raise NotFinite(f"not finite at step {step:,}: {', '.join(bad)}; "
-                        + (f"the last checkpoint is {last}" if last.exists() else "there is no checkpoint yet"))
+def require_finite(metrics, step, run_dir):
+    """Stop a run whose last losses were not finite, before anything is logged or saved over."""
+    bad = [name for name, value in metrics.items() if name.startswith("losses/") and not math.isfinite(value)]
+    last = run_dir / "checkpoint.pt"
+    require(not bad, f"{', '.join(bad)} became infinite or not a number by step {step:,}; "
+            + (f"the last good checkpoint is {last}" if last.exists() else "there is no checkpoint yet"))
 
 
 def maybe_compile(function, enabled, device):
@@ -161,6 +143,10 @@ def maybe_compile(function, enabled, device):
         return function(*inputs)
 
     return call
+
+
+def channels_last_buffer(batch, channels, size, device):
+    return torch.zeros(batch, channels, size, size, device=device).to(memory_format=torch.channels_last)
 
 
 def free_memory(device):
@@ -421,7 +407,7 @@ class CsvFile:
     def __init__(self, path, columns, size=0):
         self.file = open(path, "a", newline="")
         self.file.truncate(size)
-        self.writer = csv.DictWriter(self.file, columns, restval="", extrasaction="raise")
+        self.writer = csv.DictWriter(self.file, columns, restval="")
         if size == 0:
             self.writer.writeheader()
 
@@ -429,8 +415,7 @@ class CsvFile:
         self.writer.writerow(row)
         self.file.flush()
 
-    @property
-    def size(self):
+    def synced_size(self):
         """Bytes so far, safe on the disk: a checkpoint relies on them."""
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -460,7 +445,8 @@ class RunLogger:
         return (time.time() - self.began) / 3600
 
     def state(self):
-        return {"hours": self.hours, "train_size": self.train_csv.size, "eval_size": self.eval_csv.size}
+        return {"hours": self.hours, "train_size": self.train_csv.synced_size(),
+                "eval_size": self.eval_csv.synced_size()}
 
     def scalars(self, step, values):
         for key, value in values.items():
@@ -573,9 +559,9 @@ def mean_std(scores):
 def print_banner(args, run_dir, device, replay, preset_fields):
     """What runs where, before anything slow begins."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    gl = f", MUJOCO_GL={os.environ['MUJOCO_GL']}" if "MUJOCO_GL" in os.environ else ""
-    print(f"{args.env_id}, seed {args.seed}, preset {args.preset} -> {run_dir}\n"
-          f"device {device} ({name}){gl}; replay {replay.nbytes / 1e9:.2f} GB on {replay.device}\n"
+    gl = os.environ.get("MUJOCO_GL", "unset")
+    print(f"{args.env_id}, seed {args.seed}, preset {args.preset} -> {run_dir}\ndevice {device} ({name}), "
+          f"MUJOCO_GL={gl}; replay {replay.nbytes / 1e9:.2f} GB on {replay.device}\n"
           "resolved: " + " ".join(f"{field}={getattr(args, field)}" for field in preset_fields), flush=True)
 
 

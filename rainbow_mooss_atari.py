@@ -4,7 +4,7 @@ Paper: Sun et al., "MOOSS: Mask-Enhanced Temporal Contrastive Learning for Smoot
 Numbers such as `D3` and `A1` point to the ledger of details in the README.
 
     python rainbow_mooss_atari.py --env-id Pong --seed 1                       # the paper's run: a GPU and some hours
-    python rainbow_mooss_atari.py --env-id Pong --preset laptop --total-timesteps 15000   # two CPU cores, an hour
+    python rainbow_mooss_atari.py --env-id Pong --preset laptop --total-timesteps 15000   # two CPU cores: an hour
     python rainbow_mooss_atari.py --env-id Pong --aux-weight 0 --exp-name base # the paper's Base agent
     python rainbow_mooss_atari.py --env-id Pong --seed 1 --resume              # go on after a stop of any kind
     python rainbow_mooss_atari.py --eval-only --checkpoint runs/Pong__mooss__s1/checkpoint.pt
@@ -179,7 +179,7 @@ def resolve_args(args):
         a, b = getattr(args, whole), getattr(args, part)
         common.require(a % b == 0, f"--{part} {b} does not divide --{whole} {a}".replace("_", "-"))
     common.require(args.v_min < args.v_max, f"--v-min {args.v_min} is not below --v-max {args.v_max}")
-    common.require(all(0 <= x <= 1 for x in args.priority_correction), "--priority-correction needs two shares")
+    common.require(all(0 <= x <= 1 for x in args.priority_correction), "--priority-correction needs shares in [0, 1]")
     layers = (args.channels, args.filter_sizes, args.strides)
     common.require(len(set(map(len, layers))) == 1 and args.channels and min(min(layer) for layer in layers) >= 1,
                    "--channels, --filter-sizes and --strides need the same number of values, each at least 1")
@@ -361,11 +361,12 @@ class SequenceReplay:
         self.first_row = state["first_row"]
 
 
-def augment(frames, args, device):
+def augment(frames, args, device, out=None):
     """Frames of sequences (B, frame_stack - 1 + F, C, H, W), uint8, to observations (B * F, frame_stack * C, H, W).
 
     Random crop of a frame padded by replication, and random intensity, drawn anew at each call, per observation. A
-    view of all windows of all stacks costs nothing, and indexing it copies only the pixels that are used.
+    view of all windows of all stacks costs nothing, and indexing it copies only the pixels that are used. Large
+    batches go into memory that is kept (`out`): on a CPU, fresh pages cost more than the pixels that fill them.
     """
     batch, length, size = len(frames), frames.shape[1] - args.frame_stack + 1, frames.shape[-1]
     frames, pad = frames.to(device, non_blocking=True), args.crop_pad if "crop" in args.augmentations else 0
@@ -378,7 +379,8 @@ def augment(frames, args, device):
     top, left = torch.randint(2 * pad + 1, (2, *drawn), device=device)
     which = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)
     pixels = windows[(*which, top, left)].flatten(2, 3).flatten(0, 1)  # uint8 until here
-    obs = pixels.to(torch.float32, memory_format=torch.channels_last)
+    obs = torch.empty_like(pixels, dtype=torch.float32) if out is None else out
+    obs = obs.to(memory_format=torch.channels_last).copy_(pixels)
     scale = torch.full((len(obs), 1, 1, 1), 1 / 255, device=device)  # A8
     if "intensity" in args.augmentations:
         scale = scale * (1 + args.intensity_scale * torch.randn_like(scale).clamp(-2, 2))
@@ -666,6 +668,8 @@ class Agent(nn.Module):
                                              args.head_dim, args.decoder_inputs)
             self.bilinear = nn.Parameter(torch.rand(args.state_dim, args.state_dim))  # W of sim(q, k) = q W k
             self.masks = MaskBank(args, args.batch_size, device)
+            self.obs_buffer = common.channels_last_buffer(
+                args.batch_size * args.seq_len, obs_shape[0] * obs_shape[1], args.image_size, device)
         self.to(device, memory_format=torch.channels_last)
         mooss = ("online.projection.", "decoder.", "bilinear")
         trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
@@ -678,7 +682,7 @@ class Agent(nn.Module):
         self.optimizers = {"all": adam(groups, lr=args.learning_rate, betas=(args.beta1, args.beta2), fused=True)}
         for name in ("rl_loss", "key_states", "mooss_loss"):
             setattr(self, name, common.maybe_compile(getattr(self, name), args.compile, device))
-        self.metrics, self.last_mooss_step, self.finite = {}, None, {}
+        self.metrics, self.last_mooss_step = {}, None
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.amp == "bf16")
@@ -758,17 +762,18 @@ class Agent(nn.Module):
         metrics |= {"losses/rl": loss.detach(), "rainbow/q": q, "rainbow/priority": priorities.mean(),
                     "rainbow/is_exponent": beta, "charts/learning_rate": args.learning_rate}
         if args.aux_weight > 0:
-            keys, = self.key_states(augment(frames, args, self.device))
-            obs, masks = augment(frames, args, self.device), self.masks(update)
+            keys, = self.key_states(augment(frames, args, self.device, self.obs_buffer))
+            obs = augment(frames, args, self.device, self.obs_buffer)  # in the keys' memory, which is free again
+            masks = self.masks(update)
             newest = obs[:args.seq_len, -self.frame_channels:].clone() if log else None
             obs *= ~masks
             one_hot = (actions[..., None] == torch.arange(self.num_actions, device=self.device)).float()
             mooss, similarity = self.mooss_loss(obs, keys, one_hot, rewards[..., None], valid,
                                                 weights if args.aux_is_weights else torch.ones_like(weights))  # A5
             loss = loss + args.aux_weight * mooss
+            metrics["losses/mooss"] = mooss.detach()
         self.optimizers["all"].zero_grad()
         loss.backward()
-        common.note_finite(self.finite, total=loss)
         metrics["rainbow/grad_norm"] = nn.utils.clip_grad_norm_(self.rl_parameters, args.max_grad_norm)
         if args.aux_weight > 0:
             metrics["mooss/grad_norm"] = nn.utils.clip_grad_norm_(self.aux_parameters, args.max_grad_norm)
@@ -782,7 +787,7 @@ class Agent(nn.Module):
             similarity = similarity.detach()
             best = similarity.masked_fill(~valid.flatten(), -math.inf).argmax(1)
             own = (best == torch.arange(len(best), device=self.device)) & valid.flatten()
-            metrics |= {"losses/mooss": mooss.detach(), "mooss/mask_fraction": masks.float().mean(),
+            metrics |= {"mooss/mask_fraction": masks.float().mean(),
                         "mooss/valid_fraction": valid.float().mean(), "mooss/top1_accuracy": own.sum() / valid.sum(),
                         "mooss/rank_accuracy": rank_accuracy(similarity, args.seq_len, args.temporal_window, valid)}
             self.last_mooss_step = (newest, masks[:args.seq_len], similarity)  # for the pictures
@@ -856,7 +861,7 @@ def main(args):
     progress, stop = common.Progress(args.total_timesteps), common.StopRequest()
 
     def checkpoint():
-        common.require_finite(agent.finite, step, run_dir)
+        common.require_finite(agent.metrics, step, run_dir)
         logger.mooss_pictures(step, agent.last_mooss_step, args.seq_len, 255.0)
         common.save_checkpoint(run_dir, SCRIPT, args, agent, replay, logger, dict(
             step=step, update=update, game=game, last_eval=last_eval, actions=torch.tensor(actions, dtype=torch.long),
@@ -901,7 +906,7 @@ def main(args):
                 agent.update(replay, update, beta, log)
                 update += 1
                 if log:
-                    common.require_finite(agent.finite, step, run_dir)
+                    common.require_finite(agent.metrics, step, run_dir)
                     logger.train(step, update, agent.metrics)
                 if device.type == "cpu" and args.preset == "paper":
                     progress.warn_cpu((args.total_timesteps - step) * args.updates_per_step // args.replay_period)

@@ -321,8 +321,11 @@ class StartQueue:
         return self.items[rng.integers(self.head, self.tail, count) % len(self.items), 0]
 
 
-def augment(replay, rows, args, device, intensity, crop_per_sequence=False):
-    """Observations at `rows` as floats on the training device, randomly cropped, randomly bright: (N, C, H, W)."""
+def augment(replay, rows, args, device, intensity, crop_per_sequence=False, out=None):
+    """Observations at `rows` as floats on the training device, randomly cropped, randomly bright: (N, C, H, W).
+
+    Large batches go into memory that is kept (`out`): on a CPU, fresh pages cost more than the pixels that fill them.
+    """
     margin = args.render_size - args.image_size
     if "crop" in args.augmentations:
         shape = (len(rows), 1) if crop_per_sequence else rows.shape
@@ -330,7 +333,8 @@ def augment(replay, rows, args, device, intensity, crop_per_sequence=False):
     else:
         top, left = torch.full((2, *rows.shape), margin // 2, device=replay.device)
     pixels = replay.observations(rows, top, left, args.image_size).flatten(0, -4)  # uint8 until here
-    obs = pixels.to(device, non_blocking=True).to(torch.float32, memory_format=torch.channels_last)
+    obs = torch.empty_like(pixels, dtype=torch.float32, device=device) if out is None else out
+    obs = obs.to(memory_format=torch.channels_last).copy_(pixels, non_blocking=True)
     scale = torch.full((len(obs), 1, 1, 1), 1 / args.pixel_scale, device=device)
     if intensity and "intensity" in args.augmentations:
         scale = scale * (1 + args.intensity_scale * torch.randn_like(scale).clamp(-2, 2))
@@ -599,6 +603,8 @@ class Agent(nn.Module):
                                              args.head_dim, args.decoder_inputs)
             self.bilinear = nn.Parameter(torch.rand(args.state_dim, args.state_dim))  # W of sim(q, k) = q W k
             self.masks = MaskBank(args, args.aux_batch_size, device)
+            self.obs_buffer = common.channels_last_buffer(
+                args.aux_batch_size * args.seq_len, obs_shape[0] * obs_shape[1], args.image_size, device)
         self.to(device, memory_format=torch.channels_last)
 
         adam = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[args.optimizer]
@@ -612,7 +618,7 @@ class Agent(nn.Module):
             self.optimizers["aux"] = adam(self.aux_parameters, lr=args.aux_lr, betas=betas, fused=True)
         for name in ("critic_loss", "key_states", "mooss_loss", "actor_loss"):
             setattr(self, name, common.maybe_compile(getattr(self, name), args.compile, device))
-        self.metrics, self.last_mooss_step, self.finite = {}, None, {}
+        self.metrics, self.last_mooss_step = {}, None
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.amp == "bf16")
@@ -694,7 +700,6 @@ class Agent(nn.Module):
         self.optimizers["critic"].zero_grad()
         loss.backward()
         self.optimizers["critic"].step()
-        common.note_finite(self.finite, critic=loss)
         metrics |= {"losses/critic": loss.detach(), "sac/q1": q1.detach(), "sac/q2": q2.detach(),
                     "sac/target_q": target, "charts/rl_lr": args.rl_lr}
 
@@ -708,7 +713,6 @@ class Agent(nn.Module):
             (actor_loss + alpha_loss).backward(inputs=[*self.actor.parameters(), self.log_alpha])
             self.optimizers["actor"].step()
             self.optimizers["alpha"].step()
-            common.note_finite(self.finite, actor=actor_loss, alpha=alpha_loss)
             metrics |= {"losses/actor": actor_loss.detach(), "losses/alpha": alpha_loss.detach(),
                         "sac/entropy": entropy.detach(), "sac/alpha": self.log_alpha.detach().exp()}
 
@@ -723,8 +727,9 @@ class Agent(nn.Module):
         args, optimizer = self.args, self.optimizers["aux"]
         starts = replay.sample_rows(args.aux_batch_size, args.seq_len)
         rows = starts[:, None] + torch.arange(args.seq_len, device=starts.device)  # (B, F)
-        keys, = self.key_states(augment(replay, rows, args, self.device, True, args.crop_per_sequence))  # D10
-        obs = augment(replay, rows, args, self.device, True, args.crop_per_sequence)
+        drawn = args, self.device, True, args.crop_per_sequence, self.obs_buffer  # D10
+        keys, = self.key_states(augment(replay, rows, *drawn))
+        obs = augment(replay, rows, *drawn)  # in the keys' memory, which is free again
         actions, rewards, _ = (x.to(self.device, non_blocking=True) for x in replay.outcomes(rows))
         masks = self.masks(update)
         newest = obs[:args.seq_len, -self.frame_channels:].clone() if log else None
@@ -735,12 +740,11 @@ class Agent(nn.Module):
         grad_norm = nn.utils.clip_grad_norm_(self.aux_parameters, args.max_grad_norm)
         optimizer.param_groups[0]["lr"] = self.aux_learning_rate(update)
         optimizer.step()
-        common.note_finite(self.finite, mooss=loss, mooss_gradient=grad_norm)
+        self.metrics |= {"losses/mooss": loss.detach(), "mooss/grad_norm": grad_norm}
         if log:
             similarity = similarity.detach()
             own = torch.arange(len(similarity), device=self.device)
-            self.metrics |= {"losses/mooss": loss.detach(), "mooss/grad_norm": grad_norm,
-                             "mooss/lr": self.aux_learning_rate(update), "mooss/mask_fraction": masks.float().mean(),
+            self.metrics |= {"mooss/lr": self.aux_learning_rate(update), "mooss/mask_fraction": masks.float().mean(),
                              "mooss/top1_accuracy": (similarity.argmax(1) == own).float().mean(),
                              "mooss/rank_accuracy": rank_accuracy(similarity, args.seq_len, args.temporal_window)}
             self.last_mooss_step = (newest, masks[:args.seq_len], similarity)  # for the pictures
@@ -797,7 +801,7 @@ def main(args):
     progress, stop = common.Progress(args.total_timesteps), common.StopRequest()
 
     def checkpoint():
-        common.require_finite(agent.finite, step, run_dir)
+        common.require_finite(agent.metrics, step, run_dir)
         logger.mooss_pictures(step, agent.last_mooss_step, args.seq_len, args.pixel_scale)
         common.save_checkpoint(run_dir, SCRIPT, args, agent, replay, logger, dict(
             step=step, agent_step=agent_step, update=update, episode=episode, last_eval=last_eval,
@@ -839,7 +843,7 @@ def main(args):
             agent.update(replay, update, log)
             update += 1
             if log:
-                common.require_finite(agent.finite, step, run_dir)
+                common.require_finite(agent.metrics, step, run_dir)
                 logger.train(step, update, agent.metrics)
             if device.type == "cpu" and args.preset == "paper":
                 progress.warn_cpu(updates_left=(args.total_timesteps - step) // args.action_repeat)

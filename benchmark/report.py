@@ -341,7 +341,7 @@ def curves_section(document, runs, resamples):
     for axis in ("steps", "hours"):
         columns = min(3, len(by_task))
         height = -(-len(by_task) // columns)
-        figure, grid = plt.subplots(height, columns, figsize=(4.4 * columns, 3.2 * height), squeeze=False)
+        figure, grid = plt.subplots(height, columns, figsize=(5 * columns, 3.4 * height), squeeze=False)
         for axes in grid.flat[len(by_task):]:
             axes.axis("off")
         for axes, (task, variants) in zip(grid.flat, sorted(by_task.items())):

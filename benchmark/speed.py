@@ -108,8 +108,8 @@ class DMC:
             replay.sample_rows(args.batch_size), replay.sample_rows(args.aux_batch_size, args.seq_len)
 
         def augment():
-            for which in (rows, rows + 1, sequence, sequence):
-                self.module.augment(replay, which, args, device, True)
+            for which, out in ((rows, None), (rows + 1, None), *[(sequence, agent.obs_buffer)] * 2):
+                self.module.augment(replay, which, args, device, True, out=out)
 
         stages = {"sample": clock(sample), "augment": clock(augment), "critic": clock(critic), "actor": clock(actor)}
         agent.key_states(long_obs)
@@ -163,8 +163,10 @@ class Atari:
             replay.returns(rows, args.gamma), replay.sequences(rows), replay.frames_for(rows, args.seq_len)
 
         def augment():
-            for which in (frames, frames, *[frames[:, :args.frame_stack]] * 3):
+            for which in [frames[:, :args.frame_stack]] * 3:
                 self.module.augment(which, args, device)
+            for _ in range(2):
+                self.module.augment(frames, args, device, agent.obs_buffer)
 
         def rl():
             agent.rl_loss(obs, actions[:, 0], returns, going, obs, obs)[0].mean().backward()

@@ -141,12 +141,12 @@ def test_csv_files_stay_clean_over_crash_resume_and_stop(tmp_path):
     path = tmp_path / "x.csv"
     file = common.CsvFile(path, ("a", "b"))
     file.write({"a": 1, "b": 2})
-    saved = file.size
+    saved = file.synced_size()
     file.write({"a": 3, "b": 4})
     file.file.close()
     for _ in range(2):
         file = common.CsvFile(path, ("a", "b"), saved)
-        assert file.size == saved
+        assert file.synced_size() == saved
         file.file.close()
     file = common.CsvFile(path, ("a", "b"), saved)
     file.write({"a": 5, "b": 6})
@@ -306,7 +306,7 @@ def test_a_reward_that_is_not_a_number_stops_the_run_and_keeps_the_checkpoint(tm
 
     monkeypatch.setattr(dmc, "make_env", lambda args, device: gym.wrappers.FrameStackObservation(
         Broken(args.render_size), args.frame_stack, padding_type="reset"))
-    with pytest.raises(common.NotFinite, match="critic.*checkpoint.pt"):
+    with pytest.raises(common.UsageError, match="losses/critic.*not a number.*checkpoint.pt"):
         run(tmp_path, total_timesteps=400, checkpoint_every=20, eval_every=1000, log_every=1)
     saved = torch.load(folder(tmp_path) / "checkpoint.pt", weights_only=True)
     assert all(torch.isfinite(value).all() for value in saved["agent"].values())
