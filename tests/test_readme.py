@@ -11,6 +11,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "benchmark"))
 import figures
 import report
+import speed
 import sweep
 
 README = (ROOT / "README.md").read_text()
@@ -25,7 +26,7 @@ def test_every_flag_named_exists():
     names = {field.name.replace("_", "-") for args in (dmc.Args, atari.Args) for field in dataclasses.fields(args)}
     flags = {prefix + name for name in names for prefix in ("--", "--no-")}
     others = {"--help", "--logdir"} | {
-        "--" + field.name.replace("_", "-") for args in (sweep.SweepArgs, report.ReportArgs, figures.FigureArgs)
+        "--" + field.name.replace("_", "-") for args in (sweep.SweepArgs, report.ReportArgs, figures.FigureArgs, speed.SpeedArgs)
         for field in dataclasses.fields(args)}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README))
     assert named - flags - others == set()
