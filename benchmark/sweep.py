@@ -95,6 +95,7 @@ class Run:
     state: str = "queued"
     began: float = 0.0  # when and at which step this sweep started it
     first_step: int = 0
+    missing: int = 0  # how often in a row Slurm did not list it
 
     def progress(self):
         """Last step in the run's files and the mean return of its last evaluation."""
@@ -265,10 +266,13 @@ def run_on_slurm(runs, args):
         listed = subprocess.run(["squeue", "--noheader", "--array", "--format=%i %T", "--jobs", array],
                                 capture_output=True, text=True)
         states = dict(line.split() for line in listed.stdout.splitlines())
-        gone = listed.returncode == 0 or "Invalid job id" in listed.stderr  # else Slurm did not answer: ask again
+        answered = listed.returncode == 0 or "Invalid job id" in listed.stderr
         for run, job in zip(waiting, jobs):
-            if run.state in ("queued", "running") and job.job_id not in states and gone:
-                run.state = "done" if run.progress()[2] else "failed"
+            run.missing = run.missing + 1 if answered and job.job_id not in states else 0
+            if run.missing and run.state in ("queued", "running") and run.progress()[2]:
+                run.state = "done"
+            elif run.missing > 10 and run.state in ("queued", "running"):  # requeueing takes a moment
+                run.state = "failed"
             elif run.state == "queued" and states.get(job.job_id) == "RUNNING":
                 run.state, run.began, run.first_step = "running", time.time(), run.progress()[0]
             elif run.state == "running" and states.get(job.job_id) == "PENDING":

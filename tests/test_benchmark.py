@@ -173,7 +173,8 @@ def test_slurm_array_survives_the_time_limit_signal(tmp_path, slurm):
     wait_for(lambda: f"{job} PENDING" in ask("squeue", "--noheader", "--array", "--format=%i %T"))
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)["step"]
     assert 40 <= saved < 300
-    ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm lets a requeued job wait for two minutes
+    # Slurm lets a requeued job wait for two minutes; within its first seconds the old credential still counts.
+    ask("scontrol", "update", f"JobId={job}", "StartTime=now+5")
     code, out, error = finish(process)
     assert code == 0, error
     assert "2 done" in out.splitlines()[-1] and "submitted 2 runs as Slurm array" in out

@@ -1,6 +1,7 @@
 """What the README promises about names exists: metrics, flags, ledger rows, files."""
 
 import dataclasses
+import itertools
 import re
 import sys
 
@@ -26,8 +27,8 @@ def test_every_flag_named_exists():
     names = {field.name.replace("_", "-") for args in (dmc.Args, atari.Args) for field in dataclasses.fields(args)}
     flags = {prefix + name for name in names for prefix in ("--", "--no-")}
     others = {"--help", "--logdir"} | {
-        "--" + field.name.replace("_", "-") for args in (sweep.SweepArgs, report.ReportArgs, figures.FigureArgs, speed.SpeedArgs)
-        for field in dataclasses.fields(args)}
+        "--" + field.name.replace("_", "-") for field in itertools.chain(*map(dataclasses.fields, (
+            sweep.SweepArgs, report.ReportArgs, figures.FigureArgs, speed.SpeedArgs)))}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README))
     assert named - flags - others == set()
 
