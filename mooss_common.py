@@ -53,9 +53,14 @@ def parse_args(args_class, argv):
 
 
 def run_cli(args_class, main, argv=None):
-    """Parse the command line, run `main(args)`, exit with its code; a UsageError becomes one sentence and code 2."""
+    """Parse the command line, run `main(args)` and exit with its code."""
+    exit_with(lambda: main(parse_args(args_class, sys.argv[1:] if argv is None else argv)))
+
+
+def exit_with(function):
+    """Exit with the code that `function()` returns; a UsageError becomes one sentence and code 2."""
     try:
-        sys.exit(main(parse_args(args_class, sys.argv[1:] if argv is None else argv)))
+        sys.exit(function())
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

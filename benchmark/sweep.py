@@ -301,8 +301,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except common.UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    common.exit_with(main)
