@@ -261,10 +261,14 @@ def refuse_other_args(source, saved, args):
 def write_atomically(path, data):
     """Write beside, flush to disk, rename: a reader finds the old file or the new one, never half of one."""
     beside = path.with_name(path.name + ".new")
-    with open(beside, "wb") as file:
-        file.write(data) if isinstance(data, bytes) else torch.save(data, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(beside, "wb") as file:
+            file.write(data) if isinstance(data, bytes) else torch.save(data, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # RuntimeError: how torch.save meets a full disk
+        beside.unlink(missing_ok=True)
+        raise UsageError(f"cannot write {path} (is the disk full?): what was saved before is whole") from error
     os.replace(beside, path)
 
 

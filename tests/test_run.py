@@ -265,6 +265,23 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path, dot_env, 
     assert_same_run(folder(tmp_path / "whole"), folder(tmp_path / "hurt"))
 
 
+def test_a_full_disk_is_one_sentence_and_keeps_the_last_checkpoint(tmp_path, dot_env, monkeypatch):
+    run(tmp_path / "whole")
+    run(tmp_path / "full", total_timesteps=80)
+
+    def full(data, file):
+        file.write(b"half")
+        raise RuntimeError("unexpected pos")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(common.torch, "save", full)
+        with pytest.raises(common.UsageError, match="disk full"):
+            run(tmp_path / "full", resume=True)
+    assert not list(folder(tmp_path / "full").rglob("*.new"))
+    assert run(tmp_path / "full", resume=True) == 0
+    assert_same_run(folder(tmp_path / "whole"), folder(tmp_path / "full"))
+
+
 def test_checkpoints_add_only_new_replay_rows(tmp_path, dot_env):
     """Rows are written once: the pieces of the last checkpoint cover all rows without overlap."""
     run(tmp_path)
