@@ -27,7 +27,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
-from PIL import Image, ImageDraw
 
 CHECKPOINT_FORMAT = 1
 # Flags that may change between a run and its continuation: they touch where and how it runs, not what it computes.
@@ -121,10 +120,16 @@ def configure_torch(seed, device, deterministic):
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
 
-def require_finite(metrics, step, run_dir):
-    """Stop a run whose last losses were not finite, before anything is logged or saved over."""
-    bad = [name for name, value in metrics.items() if name.startswith("losses/") and not math.isfinite(value)]
-    last = run_dir / "checkpoint.pt"
+def flag_non_finite(flags, metrics):
+    """Note on the device, without waiting for it, which losses and gradient norms were ever not finite."""
+    for name, value in metrics.items():
+        if name.startswith("losses/") or name.endswith("grad_norm"):
+            flags[name] = flags.get(name, False) | ~torch.isfinite(torch.as_tensor(value))
+
+
+def require_finite(flags, step, run_dir):
+    """Stop a run whose losses were not all finite, before anything is logged or saved over."""
+    bad, last = [name for name, flag in flags.items() if flag], run_dir / "checkpoint.pt"
     require(not bad, f"{', '.join(bad)} became infinite or not a number by step {step:,}; "
             + (f"the last good checkpoint is {last}" if last.exists() else "there is no checkpoint yet"))
 
@@ -150,10 +155,6 @@ def maybe_compile(function, enabled, device):
     return call
 
 
-def channels_last_buffer(batch, channels, size, device):
-    return torch.zeros(batch, channels, size, size, device=device).to(memory_format=torch.channels_last)
-
-
 def free_memory(device):
     """Bytes that can still be allocated on the device; for the CPU a container's limit counts too."""
     if device.type == "cuda":
@@ -169,9 +170,13 @@ def free_memory(device):
     return free
 
 
+def replay_bytes(replay):
+    return sum(getattr(replay, name).nbytes for name in replay.columns)
+
+
 def place_replay(choice, device, build):
     """Build the replay where it fits. auto: on the GPU if that leaves at least half of its free memory."""
-    size = build(device=torch.device("meta")).nbytes
+    size = replay_bytes(build(device=torch.device("meta")))
     if choice == "auto":
         choice = "cuda" if device.type == "cuda" and size < free_memory(device) / 2 else "cpu"
     require(choice == "cpu" or device.type == "cuda", f"--replay-device cuda needs --device cuda, not {device}")
@@ -287,7 +292,9 @@ def save_checkpoint(run_dir, script, args, agent, replay, logger, counters):
     begin = pieces[-1]["end"] if pieces else oldest_row
     if begin < replay.rows:
         pieces.append({"begin": begin, "end": replay.rows, "file": f"{begin:09d}-{replay.rows:09d}.pt"})
-        write_atomically(run_dir / "replay" / pieces[-1]["file"], replay.read_rows(begin, replay.rows))
+        slots = torch.arange(begin, replay.rows) % replay.capacity
+        write_atomically(run_dir / "replay" / pieces[-1]["file"], {
+            name: getattr(replay, name)[slots].cpu() for name in replay.columns})
     newest, fresh = run_dir / "checkpoint.pt", run_dir / "checkpoint_next.pt"
     write_atomically(fresh, {
         "format": CHECKPOINT_FORMAT, "script": script, "args": dataclasses.asdict(args), **counters,
@@ -319,7 +326,10 @@ def resume(run_dir, script, args, agent, replay):
             continue
         refuse_other_args(path, state["args"], args)
         for piece in state["replay_pieces"]:
-            replay.write_rows(piece["begin"], read_tensors(run_dir / "replay" / piece["file"]))
+            slots = torch.arange(piece["begin"], piece["end"]) % replay.capacity
+            for name, values in read_tensors(run_dir / "replay" / piece["file"]).items():
+                column = getattr(replay, name)
+                column[slots] = values.to(column.device)
         replay.saved_pieces, replay.saved_at = state["replay_pieces"], (state["step"], state["last_eval"])
         replay.load_state_dict(state["replay"])
         agent.load_state_dict(state["agent"])
@@ -477,8 +487,8 @@ class RunLogger:
         self.scalars(step, {"eval/return_mean": float(np.mean(scores)), "eval/return_std": float(np.std(scores))})
 
     def mooss_pictures(self, step, last_mooss_step, seq_len, pixel_scale):
-        """What a MOOSS step saw: the newest frame of each observation above its masked self, and how similar queries
-        and keys of a sequence are by temporal distance."""
+        """What a MOOSS step saw: the newest frame of each observation above its masked self; and how similar queries
+        (rows) and keys (columns) of a sequence are: bright on the diagonal, darker with temporal distance."""
         if last_mooss_step is None:
             return
         newest, masks, similarity = last_mooss_step
@@ -486,10 +496,10 @@ class RunLogger:
         pair = torch.nn.functional.pad(pair, (1, 1, 1, 1), value=255).expand(-1, -1, 3, -1, -1)  # (2, F, 3, H+2, W+2)
         strip = pair.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1).cpu().numpy()
         blocks = similarity.view(-1, seq_len, len(similarity) // seq_len, seq_len).diagonal(dim1=0, dim2=2).mean(2)
-        by_distance = [torch.cat([blocks.diagonal(k), blocks.diagonal(-k)]).mean().item() for k in range(seq_len)]
-        chart = bar_chart(by_distance, "query-key similarity by temporal distance")
+        heat = 255 * (blocks - blocks.min()) / (blocks.max() - blocks.min()).clamp(min=1e-6)
+        heat = heat.byte().repeat_interleave(12, 0).repeat_interleave(12, 1)
         self.tensorboard.add_image("mooss/masked_observations", strip, step, dataformats="HWC")
-        self.tensorboard.add_image("mooss/similarity_by_distance", chart, step, dataformats="HWC")
+        self.tensorboard.add_image("mooss/query_key_similarity", heat, step, dataformats="HW")
 
     def close(self):
         self.train_csv.file.close()
@@ -570,24 +580,8 @@ def print_banner(args, run_dir, device, replay, preset_fields):
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     gl = os.environ.get("MUJOCO_GL", "unset")
     print(f"{args.env_id}, seed {args.seed}, preset {args.preset} -> {run_dir}\ndevice {device} ({name}), "
-          f"MUJOCO_GL={gl}; replay {replay.nbytes / 1e9:.2f} GB on {replay.device}\n"
+          f"MUJOCO_GL={gl}; replay {replay_bytes(replay) / 1e9:.2f} GB on {replay.device}\n"
           "resolved: " + " ".join(f"{field}={getattr(args, field)}" for field in preset_fields), flush=True)
-
-
-# ---------------------------------------------------------------------------------------------- pictures
-def bar_chart(values, title):
-    """A small labelled bar chart as an RGB array: what TensorBoard needs, without a plotting library."""
-    image = Image.new("RGB", (40 * len(values) + 60, 240), "white")
-    draw = ImageDraw.Draw(image)
-    draw.text((10, 8), title, fill="black")
-    low, high = min(0.0, *values), max(1e-6, *values)
-    *tops, zero = (200 - 160 * (value - low) / (high - low) for value in (*values, 0.0))
-    for number, (value, top) in enumerate(zip(values, tops)):
-        left = 40 + 40 * number
-        draw.rectangle((left, min(top, zero), left + 28, max(top, zero)), fill=(70, 110, 180))
-        draw.text((left, min(top, zero) - 14), f"{value:.2f}", fill="black")
-        draw.text((left + 8, 208), str(number), fill="black")
-    return np.asarray(image)
 
 
 def write_video(path, frames, fps=25):

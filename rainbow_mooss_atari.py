@@ -19,8 +19,10 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import copy
 import dataclasses
 import functools
+import json
 import math
 import re
+from pathlib import Path
 from typing import Literal
 
 import gymnasium as gym
@@ -137,25 +139,10 @@ class Args:
 PAPER = dict(eval_episodes=100, batch_size=32, channels=(32, 64, 64), mask_ratio=0.5, temporal_window=6)
 PRESETS = {
     "paper": {},
-    "laptop": dict(eval_episodes=20, batch_size=16, channels=(16, 32, 32)),
+    "laptop": dict(eval_episodes=20, batch_size=16),
 }
 TASK_PRESETS = {game: dict(mask_ratio=0.1, temporal_window=2)
                 for game in ("Gopher", "Kangaroo", "MsPacman", "Pong", "Seaquest")}
-PUBLISHED = {  # of the benchmark's 26 games: random, human, the paper's Base, the paper's MOOSS
-    "Alien": (227.8, 7127.7, 678.5, 951.1), "Amidar": (5.8, 1719.5, 132.8, 207.5),
-    "Assault": (222.4, 742.0, 493.3, 667.0), "Asterix": (210.0, 8503.3, 1021.3, 1140.0),
-    "BankHeist": (14.2, 753.1, 288.2, 288.0), "BattleZone": (2360.0, 37187.5, 13076.7, 11363.3),
-    "Boxing": (0.1, 12.1, 14.3, 22.4), "Breakout": (1.7, 30.5, 16.7, 16.8),
-    "ChopperCommand": (811.0, 7387.8, 878.7, 1477.0), "CrazyClimber": (10780.5, 35829.4, 28235.7, 21093.3),
-    "DemonAttack": (152.1, 1971.0, 310.5, 904.0), "Freeway": (0.0, 29.6, 30.9, 20.3),
-    "Frostbite": (65.2, 4334.7, 994.3, 2898.5), "Gopher": (257.6, 2412.5, 650.9, 731.4),
-    "Hero": (1027.0, 30826.4, 4661.2, 9531.2), "Jamesbond": (29.0, 302.8, 270.0, 326.3),
-    "Kangaroo": (52.0, 3035.0, 5036.0, 6122.7), "Krull": (1598.0, 2665.5, 3571.3, 4195.9),
-    "KungFuMaster": (258.5, 22736.3, 10517.3, 19402.3), "MsPacman": (307.3, 6951.6, 1320.9, 1362.2),
-    "Pong": (-20.7, 14.6, -3.1, -4.14), "PrivateEye": (24.9, 69571.3, 93.3, 100.0),
-    "Qbert": (163.9, 13455.0, 553.8, 3398.0), "RoadRunner": (11.5, 7845.0, 12337.0, 19077.0),
-    "Seaquest": (68.4, 42054.7, 471.9, 455.5), "UpNDown": (533.4, 11693.2, 4112.8, 6963.9),
-}
 
 
 def resolve_args(args):
@@ -273,6 +260,8 @@ class SequenceReplay:
     return and its sequence need have followed, and until the frames of its stack are overwritten.
     """
 
+    columns = ("frames", "actions", "rewards", "terminals", "first_rows")  # what a row holds
+
     def __init__(self, capacity, frame_shape, frame_stack, seq_len, multi_step, device):
         self.capacity, self.frame_stack, self.seq_len, self.multi_step = capacity, frame_stack, seq_len, multi_step
         self.device, self.ahead = device, max(seq_len - 1, multi_step)
@@ -284,11 +273,6 @@ class SequenceReplay:
         self.priorities = SumTree(capacity, device)
         self.rows, self.first_row = 0, 0
         self.saved_pieces, self.saved_at = [], None  # what this run's last checkpoint holds (mooss_common)
-
-    @property
-    def nbytes(self):
-        tensors = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
-        return sum(tensor.nbytes for tensor in [*tensors, self.priorities.sums])
 
     def add(self, frame, action, reward, terminal):
         row, slot = self.rows, self.rows % self.capacity
@@ -340,51 +324,54 @@ class SequenceReplay:
         exists = needed >= self.first_rows[rows % self.capacity][:, None]
         return frames * exists[..., None, None, None]
 
-    def read_rows(self, begin, end):
-        """Rows [begin, end) for a checkpoint."""
-        slots = torch.arange(begin, end, device=self.device) % self.capacity
-        return {name: getattr(self, name)[slots].cpu() for name in
-                ("frames", "actions", "rewards", "terminals", "first_rows")}
-
-    def write_rows(self, begin, rows):
-        """Put rows of a checkpoint back, in the order in which they were stored."""
-        slots = torch.arange(begin, begin + len(rows["frames"]), device=self.device) % self.capacity
-        for name, values in rows.items():
-            getattr(self, name)[slots] = values.to(self.device)
-        self.rows = begin + len(slots)
-
     def state_dict(self):
-        return {"priorities": self.priorities.sums.cpu(), "first_row": self.first_row}
+        return {"priorities": self.priorities.sums.cpu(), "rows": self.rows, "first_row": self.first_row}
 
     def load_state_dict(self, state):
         self.priorities.sums.copy_(state["priorities"])
-        self.first_row = state["first_row"]
+        self.rows, self.first_row = state["rows"], state["first_row"]
 
 
-def augment(frames, args, device, out=None):
-    """Frames of sequences (B, frame_stack - 1 + F, C, H, W), uint8, to observations (B * F, frame_stack * C, H, W).
-
-    Random crop of a frame padded by replication, and random intensity, drawn anew at each call, per observation. A
-    view of all windows of all stacks costs nothing, and indexing it copies only the pixels that are used. Large
-    batches go into memory that is kept (`out`): on a CPU, fresh pages cost more than the pixels that fill them.
-    """
-    batch, length, size = len(frames), frames.shape[1] - args.frame_stack + 1, frames.shape[-1]
-    frames, pad = frames.to(device, non_blocking=True), args.crop_pad if "crop" in args.augmentations else 0
-    for side in (3, 4):
-        first, last = frames.narrow(side, 0, 1), frames.narrow(side, size - 1, 1)
+# ------------------------------------------------------------------------------------------------- augmentation
+def stack_frames(frames, args):
+    """Frames of sequences (B, frame_stack - 1 + F, C, H, W) to stacks (B, F, H', W', frame_stack * C), replicated at
+    their borders for the crops to come."""
+    frames, length = frames.permute(0, 1, 3, 4, 2), frames.shape[1] - args.frame_stack + 1
+    pad = args.crop_pad if "crop" in args.augmentations else 0
+    for side in (2, 3):
+        first, last = frames.narrow(side, 0, 1), frames.narrow(side, -1, 1)
         frames = torch.cat([*[first] * pad, frames, *[last] * pad], dim=side)
-    windows = frames.unfold(1, args.frame_stack, 1).unfold(3, size, 1).unfold(4, size, 1)
-    windows = windows.permute(0, 1, 3, 4, 5, 2, 6, 7)  # (B, F, top, left, stack, C, H, W)
+    return torch.cat([frames[:, k:k + length] for k in range(args.frame_stack)], dim=4)
+
+
+def as_words(pixels):
+    """The bytes of a pixel as 32-bit numbers where they fill them: to move and mask them is then four times faster."""
+    return pixels.view(torch.int32 if pixels.shape[-1] % 4 == 0 else torch.uint8)
+
+
+def random_crop(stacks, args):
+    """A window of each stack, drawn anew at each call: (B * F, H, W, channels), uint8.
+
+    A view of all windows of all stacks costs nothing, and indexing it copies only the pixels that are used.
+    """
+    windows = as_words(stacks).unfold(2, args.image_size, 1).unfold(3, args.image_size, 1).movedim(4, 6)
+    batch, length, offsets = windows.shape[:3]
     drawn = (batch, 1) if args.crop_per_sequence else (batch, length)  # D10
-    top, left = torch.randint(2 * pad + 1, (2, *drawn), device=device)
-    which = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)
-    pixels = windows[(*which, top, left)].flatten(2, 3).flatten(0, 1)  # uint8 until here
-    obs = torch.empty_like(pixels, dtype=torch.float32) if out is None else out
-    obs = obs.to(memory_format=torch.channels_last).copy_(pixels)
-    scale = torch.full((len(obs), 1, 1, 1), 1 / 255, device=device)  # A8
+    top, left = torch.randint(offsets, (2, *drawn), device=stacks.device)
+    which = torch.arange(batch, device=stacks.device)[:, None], torch.arange(length, device=stacks.device)
+    return windows[(*which, top, left)].flatten(0, 1).view(torch.uint8)
+
+
+def random_intensity(pixels, args, out=None):
+    """Pixels (N, H, W, channels) as floats in [0, 1] (A8), each observation randomly bright: (N, channels, H, W).
+
+    Large batches go into memory that is kept (`out`): on a CPU, fresh pages cost more than the pixels that fill them.
+    """
+    out = torch.empty_like(pixels, dtype=torch.float32) if out is None else out
+    scale = torch.full((len(pixels), 1, 1, 1), 1 / 255, device=pixels.device)
     if "intensity" in args.augmentations:
         scale = scale * (1 + args.intensity_scale * torch.randn_like(scale).clamp(-2, 2))
-    return obs.mul_(scale)
+    return out.copy_(pixels).mul_(scale).permute(0, 3, 1, 2)
 
 
 # ------------------------------------------------------------------------------------------------- masks
@@ -481,10 +468,10 @@ class NoisyLinear(nn.Linear):
             noise.copy_(noise.sign() * noise.abs().sqrt())
 
     def forward(self, x, noisy=True):
-        if not (noisy and self.has_noise):
-            return F.linear(x, self.weight, self.bias)
-        weight = self.weight + self.weight_sigma * torch.outer(self.noise_out, self.noise_in)
-        return F.linear(x, weight, self.bias + self.bias_sigma * self.noise_out)
+        out = F.linear(x, self.weight, self.bias)
+        if noisy and self.has_noise:  # (sigma * outer(noise_out, noise_in)) x, without building that matrix
+            out = out + self.noise_out * F.linear(x * self.noise_in, self.weight_sigma, self.bias_sigma)
+        return out
 
 
 class Stream(nn.Module):
@@ -520,8 +507,8 @@ class Network(nn.Module):
     def features(self, obs):
         """Conv features, each sample rescaled to [0, 1]: (B, features)."""
         x = self.convs(obs).float()
-        low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
-        return (x - low) / (high - low).clamp(min=1e-5)
+        low, high = x.min(1, keepdim=True).values, x.max(1, keepdim=True).values
+        return (x - low) * (1 / (high - low).clamp(min=1e-5))
 
     def state(self, obs):
         return self.projection(self.features(obs))
@@ -668,8 +655,8 @@ class Agent(nn.Module):
                                              args.head_dim, args.decoder_inputs)
             self.bilinear = nn.Parameter(torch.rand(args.state_dim, args.state_dim))  # W of sim(q, k) = q W k
             self.masks = MaskBank(args, args.batch_size, device)
-            self.obs_buffer = common.channels_last_buffer(
-                args.batch_size * args.seq_len, obs_shape[0] * obs_shape[1], args.image_size, device)
+            self.obs_buffer = torch.zeros(args.batch_size * args.seq_len, args.image_size, args.image_size,
+                                          obs_shape[0] * obs_shape[1], device=device)
         self.to(device, memory_format=torch.channels_last)
         mooss = ("online.projection.", "decoder.", "bilinear")
         trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
@@ -682,7 +669,7 @@ class Agent(nn.Module):
         self.optimizers = {"all": adam(groups, lr=args.learning_rate, betas=(args.beta1, args.beta2), fused=True)}
         for name in ("rl_loss", "key_states", "mooss_loss"):
             setattr(self, name, common.maybe_compile(getattr(self, name), args.compile, device))
-        self.metrics, self.last_mooss_step = {}, None
+        self.metrics, self.non_finite, self.last_mooss_step = {}, {}, None
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.amp == "bf16")
@@ -753,20 +740,21 @@ class Agent(nn.Module):
         weights, returns, going, actions, rewards, valid = (
             x.to(self.device, non_blocking=True) for x in (weights, returns, going, actions, rewards, valid))
         frames = replay.frames_for(rows, args.seq_len if args.aux_weight > 0 else 1)
-        next_frames = replay.frames_for(rows + args.multi_step, 1)
-        obs = augment(frames[:, :args.frame_stack], args, self.device)
-        next_obs, next_obs_target = (augment(next_frames, args, self.device) for _ in range(2))
+        stacks, next_stacks = (stack_frames(x.to(self.device, non_blocking=True), args)
+                               for x in (frames, replay.frames_for(rows + args.multi_step, 1)))
+        obs, next_obs, next_obs_target = (random_intensity(random_crop(x, args), args)
+                                          for x in (stacks[:, :1], next_stacks, next_stacks))
         discounts = going * args.gamma**args.multi_step
         losses, priorities, q = self.rl_loss(obs, actions[:, 0], returns, discounts, next_obs, next_obs_target)
         loss = (weights * losses).mean()
         metrics |= {"losses/rl": loss.detach(), "rainbow/q": q, "rainbow/priority": priorities.mean(),
                     "rainbow/is_exponent": beta, "charts/learning_rate": args.learning_rate}
         if args.aux_weight > 0:
-            keys, = self.key_states(augment(frames, args, self.device, self.obs_buffer))
-            obs = augment(frames, args, self.device, self.obs_buffer)  # in the keys' memory, which is free again
-            masks = self.masks(update)
-            newest = obs[:args.seq_len, -self.frame_channels:].clone() if log else None
-            obs *= ~masks
+            keys, = self.key_states(random_intensity(random_crop(stacks, args), args, self.obs_buffer))
+            pixels, masks = random_crop(stacks, args), self.masks(update)
+            newest = pixels[:args.seq_len, ..., -self.frame_channels:].permute(0, 3, 1, 2).clone() if log else None
+            as_words(pixels).bitwise_and_(-(~masks).permute(0, 2, 3, 1).int())  # zero where masked: -1 is all bits
+            obs = random_intensity(pixels, args, self.obs_buffer)  # in the keys' memory, which is free again
             one_hot = (actions[..., None] == torch.arange(self.num_actions, device=self.device)).float()
             mooss, similarity = self.mooss_loss(obs, keys, one_hot, rewards[..., None], valid,
                                                 weights if args.aux_is_weights else torch.ones_like(weights))  # A5
@@ -778,6 +766,7 @@ class Agent(nn.Module):
         if args.aux_weight > 0:
             metrics["mooss/grad_norm"] = nn.utils.clip_grad_norm_(self.aux_parameters, args.max_grad_norm)
         self.optimizers["all"].step()
+        common.flag_non_finite(self.non_finite, metrics)
         replay.set_priorities(rows, priorities.to(replay.device), args.priority_exponent)
         if update % args.target_update_period == 0:
             ema_update(self.target, self.online, args.target_ema)
@@ -825,11 +814,12 @@ def evaluate(agent, args, device, step, video=None):
 
 
 def verdict(args, episodes):
-    """The score, human-normalised where the benchmark has the game, beside the paper's."""
+    """The score; for the games of the benchmark also human-normalised and beside the paper's."""
     scores = [score for score, _ in episodes]
-    text = f"score {common.mean_std(scores)}"
-    if args.env_id in PUBLISHED:
-        low, human, base, mooss = PUBLISHED[args.env_id]
+    text, table = f"score {common.mean_std(scores)}", Path(__file__).parent / "benchmark" / "paper_scores.json"
+    published = json.loads(table.read_text())["atari100k"] if table.exists() else {}
+    if args.env_id in published:
+        low, human, base, mooss = (published[args.env_id][name] for name in ("Random", "Human", "Base", "MOOSS"))
         text += (f"; human-normalised {(np.mean(scores) - low) / (human - low):.3f}; the paper's MOOSS {mooss}, "
                  f"Base {base}, random {low}, human {human}")
     return text
@@ -861,8 +851,8 @@ def main(args):
     progress, stop = common.Progress(args.total_timesteps), common.StopRequest()
 
     def checkpoint():
-        common.require_finite(agent.metrics, step, run_dir)
-        logger.mooss_pictures(step, agent.last_mooss_step, args.seq_len, 255.0)
+        common.require_finite(agent.non_finite, step, run_dir)
+        logger.mooss_pictures(step, agent.last_mooss_step, args.seq_len, 1.0)
         common.save_checkpoint(run_dir, SCRIPT, args, agent, replay, logger, dict(
             step=step, update=update, game=game, last_eval=last_eval, actions=torch.tensor(actions, dtype=torch.long),
             agent_shape=(obs_shape, num_actions)))
@@ -906,7 +896,7 @@ def main(args):
                 agent.update(replay, update, beta, log)
                 update += 1
                 if log:
-                    common.require_finite(agent.metrics, step, run_dir)
+                    common.require_finite(agent.non_finite, step, run_dir)
                     logger.train(step, update, agent.metrics)
                 if device.type == "cpu" and args.preset == "paper":
                     progress.warn_cpu((args.total_timesteps - step) * args.updates_per_step // args.replay_period)

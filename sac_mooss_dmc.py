@@ -215,26 +215,21 @@ class SequenceReplay:
     """Every frame once, as uint8; stacks, next observations and sequences are gathered by index.
 
     A row is what arrives: a frame with the action and reward that led to it. Rows are numbered from the start of the
-    run and never change; row r lives in slot r % capacity. Row r and row r + 1 of one episode make a transition. The
-    rows that a transition or a sequence may start at become valid and expire in the order of time, so each kind is
-    a queue, and a uniform sample is a uniform draw from that queue.
+    run and never change; row r lives in slot r % capacity. Row r and row r + 1 of one episode make a transition.
     """
 
-    def __init__(self, capacity, frame_shape, action_dim, frame_stack, seq_len, seed, device):
-        self.capacity, self.frame_stack, self.seq_len, self.device = capacity, frame_stack, seq_len, device
+    columns = ("frames", "actions", "rewards", "terminated", "first_rows")  # what a row holds
+
+    def __init__(self, capacity, frame_shape, action_dim, frame_stack, seed, device):
+        self.capacity, self.frame_stack, self.device = capacity, frame_stack, device
         self.frames = torch.zeros(capacity, *frame_shape, dtype=torch.uint8, device=device)
         self.actions = torch.zeros(capacity, action_dim, device=device)
         self.rewards = torch.zeros(capacity, device=device)
         self.terminated = torch.zeros(capacity, dtype=torch.bool, device=device)
-        self.first_rows = torch.zeros(capacity, dtype=torch.long, device=device)  # first row of the row's episode
+        self.first_rows = torch.zeros(capacity, dtype=torch.long)  # first row of the row's episode; indices are CPU's
         self.rows, self.first_row = 0, 0
-        self.starts = {1: StartQueue(capacity), seq_len: StartQueue(capacity)}  # by the rows that must follow a start
         self.rng = np.random.default_rng(seed)
         self.saved_pieces, self.saved_at = [], None  # what this run's last checkpoint holds (mooss_common)
-
-    @property
-    def nbytes(self):
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
 
     def add(self, frame, action=None, reward=0.0, terminated=False):
         """Store a frame with what led to it; without an action it is the first frame of an episode."""
@@ -246,25 +241,26 @@ class SequenceReplay:
         self.rewards[slot] = reward
         self.terminated[slot] = terminated
         self.first_rows[slot] = self.first_row
-        self._count_row()
-
-    def _count_row(self):
-        row, self.rows = self.rows, self.rows + 1
-        oldest = self.rows - self.capacity
-        for length, queue in self.starts.items():
-            if row - length >= self.first_row:
-                queue.push(row - length, needs=max(self.first_row, row - length - self.frame_stack + 1))
-            queue.expire(oldest)
+        self.rows += 1
 
     def sample_rows(self, count, length=1):
-        """Uniform start rows, each followed by `length` rows of its own episode: (count,)."""
-        queue = self.starts[length]
-        common.require(queue.tail > queue.head, f"no episode holds {length} steps in a row: use a smaller --seq-len")
-        return torch.from_numpy(queue.sample(self.rng, count)).to(self.device, non_blocking=True)
+        """Uniform start rows, each followed by `length` rows of its own episode, its frames not yet overwritten.
+
+        Rows that fail are drawn again: few do, and the rest stay uniform. (count,)
+        """
+        oldest, firsts, found = max(0, self.rows - self.capacity), self.first_rows.numpy(), np.zeros(0, np.int64)
+        for _ in range(10_000):
+            rows = self.rng.integers(oldest, self.rows - length, count)
+            first, last = firsts[rows % self.capacity], firsts[(rows + length) % self.capacity]
+            valid = (first == last) & (np.maximum(first, rows - self.frame_stack + 1) >= oldest)
+            found = np.concatenate([found, rows[valid]])
+            if len(found) >= count:
+                return torch.from_numpy(found[:count])
+        raise common.UsageError(f"no episode holds {length} steps in a row: use a smaller --seq-len")
 
     def outcomes(self, rows):
         """What followed the observations at `rows`: actions (..., A), rewards (...), terminated (...)."""
-        slots = (rows + 1) % self.capacity
+        slots = ((rows + 1) % self.capacity).to(self.device, non_blocking=True)
         return self.actions[slots], self.rewards[slots], self.terminated[slots]
 
     def observations(self, rows, top, left, size):
@@ -273,52 +269,18 @@ class SequenceReplay:
         The crop is fused into the gather: a view of all windows of all frames costs nothing, and indexing it copies
         only the pixels that are used. Before an episode's first frame, that frame is repeated.
         """
-        back = torch.arange(self.frame_stack - 1, -1, -1, device=self.device)
+        back = torch.arange(self.frame_stack - 1, -1, -1)
         stack = torch.maximum(rows[..., None] - back, self.first_rows[rows % self.capacity][..., None])
+        slots = (stack % self.capacity).to(self.device, non_blocking=True)
         windows = self.frames.unfold(2, size, 1).unfold(3, size, 1)  # (capacity, C, H-size+1, W-size+1, size, size)
-        return windows[stack % self.capacity, :, top[..., None], left[..., None]].flatten(-4, -3)
-
-    def read_rows(self, begin, end):
-        """Rows [begin, end) for a checkpoint."""
-        slots = torch.arange(begin, end, device=self.device) % self.capacity
-        return {name: getattr(self, name)[slots].cpu() for name in
-                ("frames", "actions", "rewards", "terminated", "first_rows")}
-
-    def write_rows(self, begin, rows):
-        """Put rows of a checkpoint back, in the order in which they were stored."""
-        slots = torch.arange(begin, begin + len(rows["frames"]), device=self.device) % self.capacity
-        for name, values in rows.items():
-            getattr(self, name)[slots] = values.to(self.device)
-        self.rows = begin
-        for first_row in rows["first_rows"].tolist():
-            self.first_row = first_row
-            self._count_row()
-
+        return windows[slots, :, top[..., None], left[..., None]].flatten(-4, -3)
 
     def state_dict(self):
-        return {"rng": self.rng.bit_generator.state}
+        return {"rng": self.rng.bit_generator.state, "rows": self.rows, "first_row": self.first_row}
 
     def load_state_dict(self, state):
         self.rng.bit_generator.state = state["rng"]
-
-
-class StartQueue:
-    """Start rows in the order of time: pushed when they become valid, expired when a row they need is overwritten."""
-
-    def __init__(self, capacity):
-        self.items = np.zeros((capacity, 2), dtype=np.int64)  # start, oldest row that its frame stack needs
-        self.head, self.tail = 0, 0
-
-    def push(self, start, needs):
-        self.items[self.tail % len(self.items)] = start, needs
-        self.tail += 1
-
-    def expire(self, oldest):
-        while self.head < self.tail and self.items[self.head % len(self.items), 1] < oldest:
-            self.head += 1
-
-    def sample(self, rng, count):
-        return self.items[rng.integers(self.head, self.tail, count) % len(self.items), 0]
+        self.rows, self.first_row = state["rows"], state["first_row"]
 
 
 def augment(replay, rows, args, device, intensity, crop_per_sequence=False, out=None):
@@ -603,8 +565,8 @@ class Agent(nn.Module):
                                              args.head_dim, args.decoder_inputs)
             self.bilinear = nn.Parameter(torch.rand(args.state_dim, args.state_dim))  # W of sim(q, k) = q W k
             self.masks = MaskBank(args, args.aux_batch_size, device)
-            self.obs_buffer = common.channels_last_buffer(
-                args.aux_batch_size * args.seq_len, obs_shape[0] * obs_shape[1], args.image_size, device)
+            shape = (args.aux_batch_size * args.seq_len, obs_shape[0] * obs_shape[1], args.image_size, args.image_size)
+            self.obs_buffer = torch.zeros(shape, device=device).to(memory_format=torch.channels_last)
         self.to(device, memory_format=torch.channels_last)
 
         adam = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[args.optimizer]
@@ -618,7 +580,7 @@ class Agent(nn.Module):
             self.optimizers["aux"] = adam(self.aux_parameters, lr=args.aux_lr, betas=betas, fused=True)
         for name in ("critic_loss", "key_states", "mooss_loss", "actor_loss"):
             setattr(self, name, common.maybe_compile(getattr(self, name), args.compile, device))
-        self.metrics, self.last_mooss_step = {}, None
+        self.metrics, self.non_finite, self.last_mooss_step = {}, {}, None
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.amp == "bf16")
@@ -721,12 +683,13 @@ class Agent(nn.Module):
             ema_update(self.critic_target.encoder, self.critic.encoder, args.critic_encoder_ema)
         if args.aux_weight > 0 and update % args.target_update_period == 0:  # D8
             ema_update(self.key_encoder, self.critic.encoder, args.target_ema)
+        common.flag_non_finite(self.non_finite, metrics)
 
     def mooss_step(self, replay, update, log):
         """A step of its own on lambda * L_MOOSS, after the critic's (D14)."""
         args, optimizer = self.args, self.optimizers["aux"]
         starts = replay.sample_rows(args.aux_batch_size, args.seq_len)
-        rows = starts[:, None] + torch.arange(args.seq_len, device=starts.device)  # (B, F)
+        rows = starts[:, None] + torch.arange(args.seq_len)  # (B, F)
         drawn = args, self.device, True, args.crop_per_sequence, self.obs_buffer  # D10
         keys, = self.key_states(augment(replay, rows, *drawn))
         obs = augment(replay, rows, *drawn)  # in the keys' memory, which is free again
@@ -786,7 +749,7 @@ def main(args):
     env = make_env(args, device)
     obs_shape, action_dim = env.observation_space.shape, env.action_space.shape[0]
     replay = common.place_replay(args.replay_device, device, functools.partial(
-        SequenceReplay, args.buffer_size, obs_shape[1:], action_dim, args.frame_stack, args.seq_len,
+        SequenceReplay, args.buffer_size, obs_shape[1:], action_dim, args.frame_stack,
         common.derive_seed(args.seed, "replay")))
     agent = Agent(args, obs_shape, action_dim, device)
     run_dir = folder.claim()
@@ -801,7 +764,7 @@ def main(args):
     progress, stop = common.Progress(args.total_timesteps), common.StopRequest()
 
     def checkpoint():
-        common.require_finite(agent.metrics, step, run_dir)
+        common.require_finite(agent.non_finite, step, run_dir)
         logger.mooss_pictures(step, agent.last_mooss_step, args.seq_len, args.pixel_scale)
         common.save_checkpoint(run_dir, SCRIPT, args, agent, replay, logger, dict(
             step=step, agent_step=agent_step, update=update, episode=episode, last_eval=last_eval,
@@ -843,7 +806,7 @@ def main(args):
             agent.update(replay, update, log)
             update += 1
             if log:
-                common.require_finite(agent.metrics, step, run_dir)
+                common.require_finite(agent.non_finite, step, run_dir)
                 logger.train(step, update, agent.metrics)
             if device.type == "cpu" and args.preset == "paper":
                 progress.warn_cpu(updates_left=(args.total_timesteps - step) // args.action_repeat)

@@ -71,7 +71,7 @@ class DMC:
         shape, actions = env.observation_space.shape, env.action_space.shape[0]
         self.agent = self.module.Agent(args, shape, actions, device)
         home = common.place_replay(args.replay_device, device, lambda device: self.module.SequenceReplay(
-            args.buffer_size, shape[1:], actions, args.frame_stack, args.seq_len, 0, device))
+            args.buffer_size, shape[1:], actions, args.frame_stack, 0, device))
         rng, self.replay = np.random.default_rng(0), home
         frames = rng.integers(0, 256, (8, *shape[1:]), dtype=np.uint8)
         for row in range(rows):
@@ -86,7 +86,7 @@ class DMC:
     def stages(self, clock):
         args, agent, replay, device = self.args, self.agent, self.replay, self.device
         rows, starts = replay.sample_rows(args.batch_size), replay.sample_rows(args.aux_batch_size, args.seq_len)
-        sequence = starts[:, None] + torch.arange(args.seq_len, device=starts.device)
+        sequence = starts[:, None] + torch.arange(args.seq_len)
         obs = self.module.augment(replay, rows, args, device, False)
         action, reward, ended = (x.to(device) for x in replay.outcomes(rows))
         noise = torch.randn(len(rows), agent.action_dim, device=device)
@@ -153,8 +153,10 @@ class Atari:
         frames = replay.frames_for(rows, args.seq_len)
         returns, going = (x.to(device) for x in replay.returns(rows, args.gamma))
         actions, rewards, valid = (x.to(device) for x in replay.sequences(rows))
-        obs = self.module.augment(frames[:, :args.frame_stack], args, device)
-        long_obs = self.module.augment(frames, args, device)
+        frames, next_frames = frames.to(device), replay.frames_for(rows + args.multi_step, 1).to(device)
+        stacks = self.module.stack_frames(frames, args)
+        obs, long_obs = (self.module.random_intensity(self.module.random_crop(x, args), args)
+                         for x in (stacks[:, :1], stacks))
         one_hot = torch.nn.functional.one_hot(actions, agent.num_actions).float()
         rest = valid, weights.to(device)
 
@@ -163,10 +165,9 @@ class Atari:
             replay.returns(rows, args.gamma), replay.sequences(rows), replay.frames_for(rows, args.seq_len)
 
         def augment():
-            for which in [frames[:, :args.frame_stack]] * 3:
-                self.module.augment(which, args, device)
-            for _ in range(2):
-                self.module.augment(frames, args, device, agent.obs_buffer)
+            stacks, next_stacks = (self.module.stack_frames(x, args) for x in (frames, next_frames))
+            for which, out in ((stacks[:, :1], None), *[(next_stacks, None)] * 2, *[(stacks, agent.obs_buffer)] * 2):
+                self.module.random_intensity(self.module.random_crop(which, args), args, out)
 
         def rl():
             agent.rl_loss(obs, actions[:, 0], returns, going, obs, obs)[0].mean().backward()
@@ -294,7 +295,7 @@ def measure(args, speed):
         "script": speed.script, "preset": args.preset, "hardware": hardware(device), "torch": torch.__version__,
         "compile": args.compile, "amp": args.amp, "stages_ms": stages | case.stages(clock), "update_ms": update,
         "floor_ms": floor, "ratio": update / floor, "updates_per_second": 1000 / update,
-        "peak_update_bytes": peak, "replay_bytes": case.replay.nbytes}
+        "peak_update_bytes": peak, "replay_bytes": common.replay_bytes(case.replay)}
     if speed.growth:
         result["growth"] = growth(case, clock)
     env.close()

@@ -66,7 +66,7 @@ def filled_replay(args, steps=120, action_dim=1, seed=0):
     """A replay with a few random episodes of the dot task, one of them ending in a real termination."""
     rng = np.random.default_rng(seed)
     replay = dmc.SequenceReplay(args.buffer_size, (3, args.render_size, args.render_size), action_dim,
-                                args.frame_stack, args.seq_len, seed, torch.device("cpu"))
+                                args.frame_stack, seed, torch.device("cpu"))
     env, done = DotEnv(args.render_size, terminates=True), True
     for _ in range(steps):
         if done:

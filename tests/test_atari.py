@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+import mooss_common as common
 import rainbow_mooss_atari as atari
 from conftest import filled_atari_replay, tiny_atari_agent, tiny_atari_args
-from rainbow_mooss_atari import NoisyLinear, SequenceReplay, SumTree, augment, project_distribution
+from rainbow_mooss_atari import (NoisyLinear, SequenceReplay, SumTree, project_distribution, random_crop,
+                                 random_intensity, stack_frames)
 
 CPU = torch.device("cpu")
 
@@ -146,7 +148,7 @@ def test_new_rows_start_with_priority_one():
 
 def test_100k_steps_take_at_most_three_quarters_of_a_gigabyte():
     replay = SequenceReplay(100_000, (1, 84, 84), 4, 16, 10, torch.device("meta"))
-    assert replay.frames.dtype == torch.uint8 and replay.nbytes <= 0.75e9
+    assert replay.frames.dtype == torch.uint8 and common.replay_bytes(replay) <= 0.75e9
 
 
 def test_sampling_a_batch_from_a_full_replay_takes_at_most_10_ms():
@@ -175,12 +177,16 @@ def test_sampling_a_batch_from_a_full_replay_takes_at_most_10_ms():
     assert min(times) <= 0.01
 
 
+def augmented(frames, args):
+    return random_intensity(random_crop(stack_frames(frames, args), args), args)
+
+
 def test_crop_takes_windows_of_the_replicated_frame_and_draws_them_anew():
     args = tiny_atari_args(augmentations=("crop",))
     replay = filled_atari_replay(args)
     rows, _ = replay.sample(6, 0.4)
     frames = replay.frames_for(rows, 8)
-    obs = (augment(frames, args, CPU) * 255).round().view(6, 8, 4, 28, 28)
+    obs = (augmented(frames, args) * 255).round().view(6, 8, 4, 28, 28)
     padded = torch.nn.functional.pad(frames[:, :, 0].float(), (4, 4, 4, 4), mode="replicate")
     offsets = set()
     for b in range(6):
@@ -190,7 +196,7 @@ def test_crop_takes_windows_of_the_replicated_frame_and_draws_them_anew():
             assert found
             offsets.add(found[0])
     assert len(offsets) > 5
-    assert not torch.equal(augment(frames, args, CPU), augment(frames, args, CPU))
+    assert not torch.equal(augmented(frames, args), augmented(frames, args))
 
 
 def test_without_augmentation_observations_are_the_stacks():
@@ -198,7 +204,7 @@ def test_without_augmentation_observations_are_the_stacks():
     replay = filled_atari_replay(args)
     rows, _ = replay.sample(3, 0.4)
     frames = replay.frames_for(rows, 2)
-    obs = augment(frames, args, CPU).view(3, 2, 4, 28, 28) * 255
+    obs = augmented(frames, args).view(3, 2, 4, 28, 28) * 255
     assert torch.allclose(obs[:, 0], frames[:, :4, 0].float()) and torch.allclose(obs[:, 1], frames[:, 1:, 0].float())
 
 

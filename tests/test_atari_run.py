@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from conftest import ROOT, TINY_ATARI, DotGame, make_dot_game, tiny_atari_args
 from test_run import assert_same_run, rows
 
 gym.register_envs(ale_py)
+GAMES = [game for game in json.loads((ROOT / "benchmark" / "paper_scores.json").read_text())["atari100k"]
+         if not game.startswith("_")]
 CPU = torch.device("cpu")
 
 
@@ -35,7 +38,7 @@ PAPER_TABLE = dict(
     state_dim=64, aux_is_weights=True, aux_adam_eps=0.00015, eval_epsilon=0.001)
 
 
-@pytest.mark.parametrize("game", sorted(atari.PUBLISHED))
+@pytest.mark.parametrize("game", GAMES)
 def test_paper_preset_equals_the_papers_table(game):
     args = atari.resolve_args(atari.Args(env_id=game))
     assert {name: getattr(args, name) for name in PAPER_TABLE} == PAPER_TABLE
@@ -49,7 +52,7 @@ def test_the_three_names_of_a_game_are_one():
 
 
 def test_the_benchmark_has_26_games_that_exist():
-    assert len(atari.PUBLISHED) == 26 and all(f"ALE/{game}-v5" in gym.registry for game in atari.PUBLISHED)
+    assert len(GAMES) == 26 and all(f"ALE/{game}-v5" in gym.registry for game in GAMES)
 
 
 def test_every_args_field_is_read():

@@ -94,7 +94,7 @@ def test_tensorboard_shows_pictures_and_the_table_of_flags(tmp_path, dot_env):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     run(tmp_path)
     events = EventAccumulator(str(folder(tmp_path)), size_guidance={"images": 0, "tensors": 0}).Reload()
-    assert set(events.Tags()["images"]) == {"mooss/masked_observations", "mooss/similarity_by_distance"}
+    assert set(events.Tags()["images"]) == {"mooss/masked_observations", "mooss/query_key_similarity"}
     assert set(events.Tags()["scalars"]) >= {*dmc.METRICS, "eval/return_mean", "eval/return_std"}
     table = events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "| --mask-ratio | 0.5 |" in table and "| --batch-size | 6 |" in table
