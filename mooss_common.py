@@ -8,8 +8,10 @@ import csv
 import dataclasses
 import datetime
 import difflib
+import errno
 import fcntl
 import functools
+import io
 import json
 import math
 import os
@@ -57,12 +59,21 @@ def run_cli(args_class, main, argv=None):
 
 
 def exit_with(function):
-    """Exit with the code that `function()` returns; a UsageError becomes one sentence and code 2."""
+    """Exit with the code that `function()` returns; what a person can mend becomes one sentence and code 2."""
     try:
         sys.exit(function())
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sentence = error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        sentence = f"cannot write ({error.strerror}): make room, then add --resume to go on from the last checkpoint"
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("(out of|allocate|enough) memory", str(error)):
+            raise
+        sentence = "out of memory: choose smaller sizes, such as those of --preset laptop"
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(2)
 
 
 def require(condition, sentence):
@@ -421,22 +432,24 @@ class StopRequest:
 
 # ---------------------------------------------------------------------------------------------- logs
 class CsvFile:
-    """Rows with fixed columns, flushed one by one; continued at the byte where a checkpoint left it."""
+    """Rows with fixed columns, written one by one; continued at the byte where a checkpoint left it."""
 
     def __init__(self, path, columns, size=0):
-        self.file = open(path, "a", newline="")
+        self.file = open(path, "ab", buffering=0)  # no buffer that a full disk could leave behind
         self.file.truncate(size)
-        self.writer = csv.DictWriter(self.file, columns, restval="")
+        self.columns = columns
         if size == 0:
-            self.writer.writeheader()
+            self.write(dict(zip(columns, columns)))
 
     def write(self, row):
-        self.writer.writerow(row)
-        self.file.flush()
+        line = io.StringIO()
+        csv.DictWriter(line, self.columns, restval="").writerow(row)
+        data = line.getvalue().encode()
+        if self.file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def synced_size(self):
         """Bytes so far, safe on the disk: a checkpoint relies on them."""
-        self.file.flush()
         os.fsync(self.file.fileno())
         return os.fstat(self.file.fileno()).st_size
 
