@@ -219,20 +219,38 @@ def mooss_stages(case, clock, obs, actions, rewards, rest, encode):
             "optimise": clock(lambda: [optimiser.step() for optimiser in optimisers]), "logging": clock(log)}
 
 
+def kept_bytes(forward):
+    """Bytes of the distinct tensors that autograd keeps for the backward pass of `forward()`."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward()  # alive while counted, so that no address is used twice
+        return sum(kept.values()) if loss is not None else 0
+
+
 def growth(case, clock):
-    """Milliseconds against batch size, sequence length, window L and replay fill, one thing at a time."""
+    """Time and memory against batch size, sequence length, window L and replay fill, one thing at a time."""
     module, device, rows = case.module, case.device, []
 
-    def loss_time(batch, length, window):
+    def loss_row(what, value, batch, length, window):
         similarity = torch.randn(batch * length, batch * length, device=device, requires_grad=True)
-        return clock(lambda: module.temporal_contrastive_loss(similarity, length, window).backward())
+
+        def loss():
+            return module.temporal_contrastive_loss(similarity, length, window)
+
+        rows.append({"what": what, "value": value, "stage": "loss", "ms": clock(lambda: loss().backward()),
+                     "mb": kept_bytes(loss) / 1e6})
 
     for batch in (16, 32, 64):
-        rows.append({"what": "batch size", "value": batch, "stage": "loss", "ms": loss_time(batch, 16, 6)})
+        loss_row("batch size", batch, batch, 16, 6)
     for length in (8, 16, 32):
-        rows.append({"what": "sequence length", "value": length, "stage": "loss", "ms": loss_time(16, length, 6)})
+        loss_row("sequence length", length, 16, length, 6)
     for window in (0, 3, 6, 12):
-        rows.append({"what": "window L", "value": window, "stage": "loss", "ms": loss_time(64, 16, window)})
+        loss_row("window L", window, 64, 16, window)
     sample = (lambda: case.replay.sample(32, 0.5)) if case.module is rainbow_mooss_atari else (
         lambda: case.replay.sample_rows(512))
     frame = case.replay.frames[0].cpu().numpy()
@@ -240,7 +258,8 @@ def growth(case, clock):
     for share in (0.1, 0.5, 1.0):
         while case.replay.rows < share * case.replay.capacity:
             case.replay.add(frame, action, 0.0, False)
-        rows.append({"what": "replay fill", "value": case.replay.rows, "stage": "sample", "ms": clock(sample)})
+        rows.append({"what": "replay fill", "value": case.replay.rows, "stage": "sample", "ms": clock(sample),
+                     "mb": common.replay_bytes(case.replay) / 1e6})
     return rows
 
 
@@ -319,9 +338,9 @@ def main(argv=None):
           f"{result['ratio']:.2f}, {result['updates_per_second']:.2f} updates/s\npeak memory of an update "
           f"{result['peak_update_bytes'] / 1e9:.2f} GB, replay {result['replay_bytes'] / 1e9:.2f} GB")
     if speed.growth:
-        print("\n| against | value | stage | ms |\n|---|---|---|---|")
+        print("\n| against | value | stage | ms | MB |\n|---|---|---|---|---|")
         for row in result["growth"]:
-            print(f"| {row['what']} | {row['value']} | {row['stage']} | {row['ms']:.2f} |")
+            print(f"| {row['what']} | {row['value']} | {row['stage']} | {row['ms']:.2f} | {row['mb']:.1f} |")
     return 0
 
 
