@@ -127,6 +127,33 @@ def test_one_conv_pass_in_the_actor_update_equals_two():
         assert torch.allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.parametrize("frame_stack", [4, 3])  # a pixel's bytes make a 32-bit number, or not
+def test_masking_whole_pixels_equals_multiplying_by_the_mask(frame_stack):
+    args = tiny_atari_args(augmentations=(), frame_stack=frame_stack)
+    agent, replay, seen = tiny_atari_agent(args), filled_atari_replay(args), []
+    rows, weights = replay.sample(args.batch_size, 0.5)
+    replay.sample = lambda count, beta: (rows, weights)
+    loss = agent.mooss_loss
+    agent.mooss_loss = lambda masked, *rest: seen.append(masked.clone()) or loss(masked, *rest)
+    agent.update(replay, 5, 0.5, log=False)
+    frames = replay.frames_for(rows, args.seq_len)[:, :, 0]
+    stacks = torch.cat([frames[:, None, i:i + frame_stack] for i in range(args.seq_len)], dim=1).flatten(0, 1)
+    assert stacks.any() and torch.allclose(seen[0], stacks / 255 * ~agent.masks(5))
+
+
+def test_noise_applied_without_its_matrix_equals_the_matrix():
+    torch.manual_seed(0)
+    layer = atari.NoisyLinear(7, 5, 0.5).double()
+    layer.draw_noise()
+    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    weight = layer.weight + layer.weight_sigma * torch.outer(layer.noise_out, layer.noise_in)
+    plain = torch.nn.functional.linear(x, weight, layer.bias + layer.bias_sigma * layer.noise_out)
+    fast, inputs = layer(x), [x, *layer.parameters()]
+    assert torch.allclose(fast, plain, atol=1e-12)
+    for a, b in zip(torch.autograd.grad((fast**2).sum(), inputs), torch.autograd.grad((plain**2).sum(), inputs)):
+        assert torch.allclose(a, b, atol=1e-12)
+
+
 def test_priorities_in_a_tree_equal_a_plain_cumulative_search():
     tree = atari.SumTree(64, torch.device("cpu"))
     priorities = torch.rand(64, dtype=torch.float64)

@@ -23,7 +23,11 @@ SCRIPTS = {
     "dmc": (dmc, dict(TINY, total_timesteps=120, eval_every=40, checkpoint_every=20, log_every=4, buffer_size=40,
                       preset="laptop"), make_dot_env),
     "atari": (atari, dict(TINY_ATARI, total_timesteps=70, eval_every=30, checkpoint_every=10, log_every=4,
-                          buffer_size=50, preset="laptop"), make_dot_game)}
+                          buffer_size=50, preset="laptop"), make_dot_game),
+    "reacher": (dmc, dict(TINY, env_id="reacher-easy", total_timesteps=400, eval_every=400, eval_episodes=1,
+                          checkpoint_every=100, action_repeat=8, log_every=4, preset="laptop"), dmc.make_env),
+    "breakout": (atari, dict(TINY_ATARI, total_timesteps=80, checkpoint_every=25, eval_episodes=1, max_frames=240,
+                             log_every=4, preset="laptop"), atari.make_env)}
 
 
 def strike_at(number, action):
