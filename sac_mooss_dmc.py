@@ -295,8 +295,9 @@ def augment(replay, rows, args, device, intensity, crop_per_sequence=False, out=
     else:
         top, left = torch.full((2, *rows.shape), margin // 2, device=replay.device)
     pixels = replay.observations(rows, top, left, args.image_size).flatten(0, -4)  # uint8 until here
-    obs = torch.empty_like(pixels, dtype=torch.float32, device=device) if out is None else out
-    obs = obs.to(memory_format=torch.channels_last).copy_(pixels, non_blocking=True)
+    floats = pixels.to(device, non_blocking=True).float()  # on a CPU the copy to channels-last is faster from floats
+    obs = torch.empty_like(floats, memory_format=torch.channels_last) if out is None else out
+    obs.copy_(floats)
     scale = torch.full((len(obs), 1, 1, 1), 1 / args.pixel_scale, device=device)
     if intensity and "intensity" in args.augmentations:
         scale = scale * (1 + args.intensity_scale * torch.randn_like(scale).clamp(-2, 2))

@@ -237,6 +237,23 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, monkeypatch, stop_at):
     assert_same_run(folder(tmp_path / "whole"), folder(tmp_path / "parts"))
 
 
+def test_a_reward_that_is_not_a_number_stops_the_run_and_keeps_the_checkpoint(tmp_path, monkeypatch):
+    class Broken(DotGame):
+        steps = 0
+
+        def step(self, action):
+            Broken.steps += 1
+            frame, reward, *rest = super().step(action)
+            return frame, float("nan") if Broken.steps == 60 else reward, *rest
+
+    monkeypatch.setattr(atari, "make_env", lambda args, device, training=True: gym.wrappers.FrameStackObservation(
+        Broken(args.image_size, training), args.frame_stack, padding_type="zero"))
+    with pytest.raises(common.UsageError, match="losses/rl.*not a number.*checkpoint.pt"):
+        run(tmp_path, total_timesteps=300, checkpoint_every=10, reward_clip=0.0, eval_every=0, log_every=7)
+    saved = torch.load(folder(tmp_path) / "checkpoint.pt", weights_only=True)
+    assert all(torch.isfinite(value).all() for value in saved["agent"].values()) and saved["step"] <= 80
+
+
 def test_a_longer_schedule_is_another_run(tmp_path, dot_game):
     run(tmp_path)
     with pytest.raises(common.UsageError, match="total_timesteps was 60, is 90"):
