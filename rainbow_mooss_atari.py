@@ -103,7 +103,7 @@ class Args:
     epsilon: float = 0.1  # share of random actions in training with --no-noisy
     replay_period: int = 1  # agent steps between learning
     updates_per_step: int = 2  # updates each time
-    channels: tuple[int, ...] | None = None  # filters of the conv layers (paper: 32 64 64)
+    channels: tuple[int, ...] = (32, 64, 64)  # filters of the conv layers
     filter_sizes: tuple[int, ...] = (8, 4, 3)  # their kernel sizes
     strides: tuple[int, ...] = (4, 2, 1)  # their strides
     hidden_units: int = 256  # hidden units of the Q head
@@ -136,7 +136,7 @@ class Args:
     normalize_embeddings: bool = True  # L2-normalise queries and keys before W (D3)
 
 
-PAPER = dict(eval_episodes=100, batch_size=32, channels=(32, 64, 64), mask_ratio=0.5, temporal_window=6)
+PAPER = dict(eval_episodes=100, batch_size=32, mask_ratio=0.5, temporal_window=6)
 PRESETS = {
     "paper": {},
     "laptop": dict(eval_episodes=20, batch_size=16),

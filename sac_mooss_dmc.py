@@ -131,8 +131,8 @@ PAPER = dict(eval_episodes=10, render_size=100, image_size=84, action_repeat=4, 
 PRESETS = {
     "paper": {},
     "authors": dict(temporal_window=5, walk_root="fixed", share_mask=True, target_update_period=2, pixel_scale=1.0),
-    "laptop": dict(eval_episodes=3, render_size=75, image_size=63, batch_size=128, num_filters=32, hidden_dim=512,
-                   aux_batch_size=16),
+    "laptop": dict(eval_episodes=3, render_size=50, image_size=42, batch_size=256, num_filters=32, hidden_dim=512,
+                   aux_batch_size=32),
 }
 TASK_PRESETS = {
     "finger-spin": dict(action_repeat=2),

@@ -67,7 +67,7 @@ def test_every_args_field_is_read():
 def test_an_explicit_flag_wins_over_preset_and_game():
     args = atari.resolve_args(atari.Args(env_id="Pong", preset="laptop", mask_ratio=0.5, batch_size=32))
     assert (args.mask_ratio, args.batch_size, args.temporal_window) == (0.5, 32, 2)
-    assert args.channels == atari.PRESETS["laptop"]["channels"]
+    assert args.eval_episodes == atari.PRESETS["laptop"]["eval_episodes"]
 
 
 REFUSED = {"cube_size": 5, "mask_ratio": 1.5, "temporal_window": 8, "multi_step": 0, "num_atoms": 1, "v_min": 11.0,
