@@ -4,14 +4,12 @@ Nothing in this file teaches anything about the method; read `sac_mooss_dmc.py` 
 """
 
 import contextlib
-import csv
 import dataclasses
 import datetime
 import difflib
 import errno
 import fcntl
 import functools
-import io
 import json
 import math
 import os
@@ -30,7 +28,7 @@ import numpy as np
 import torch
 import tyro
 
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
 # Flags that may change between a run and its continuation: they touch where and how it runs, not what it computes.
 FREE_TO_CHANGE = {"resume", "run_root", "checkpoint_every", "device", "replay_device", "capture_video", "track",
                   "wandb_project", "wandb_entity", "wandb_group", "eval_only", "checkpoint"}
@@ -141,7 +139,7 @@ def flag_non_finite(flags, metrics):
 def require_finite(flags, step, run_dir):
     """Stop a run whose losses were not all finite, before anything is logged or saved over."""
     bad, last = [name for name, flag in flags.items() if flag], run_dir / "checkpoint.pt"
-    require(not bad, f"{', '.join(bad)} became infinite or not a number by step {step:,}; "
+    require(not bad, f"{', '.join(bad[:3])} became infinite or not a number by step {step:,}; "
             + (f"the last good checkpoint is {last}" if last.exists() else "there is no checkpoint yet"))
 
 
@@ -248,7 +246,8 @@ class RunFolder:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UsageError(f"{saved} is damaged ({type(error).__name__})") from error
         else:
-            require({file.name for file in self.path.iterdir()} <= {".lock"}, f"{self.path} holds no run of ours")
+            foreign = {file.name for file in self.path.iterdir()} - {".lock", "args.json.new"}  # killed this early
+            require(not foreign, f"{self.path} holds no run of ours")
 
     def claim(self):
         """Create and lock the folder; the lock goes with the process, so that a dead one blocks nobody."""
@@ -286,6 +285,9 @@ def write_atomically(path, data):
         beside.unlink(missing_ok=True)
         raise UsageError(f"cannot write {path} (is the disk full?): what was saved before is whole") from error
     os.replace(beside, path)
+    folder = os.open(path.parent, os.O_RDONLY)  # the new name must reach the disk too
+    os.fsync(folder)
+    os.close(folder)
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints
@@ -297,6 +299,8 @@ def save_checkpoint(run_dir, script, args, agent, replay, logger, counters):
     """
     if replay.saved_at == (counters["step"], counters["last_eval"]):
         return
+    require_finite({name: not torch.isfinite(value).all() for name, value in agent.state_dict().items()},
+                   counters["step"], run_dir)
     (run_dir / "replay").mkdir(exist_ok=True)
     oldest_row = max(0, replay.rows - replay.capacity)
     pieces = [piece for piece in replay.saved_pieces if piece["end"] > oldest_row]
@@ -331,16 +335,15 @@ def resume(run_dir, script, args, agent, replay):
         try:
             state = read_checkpoint(path, script)
             for piece in state["replay_pieces"]:
-                read_tensors(run_dir / "replay" / piece["file"], only_verify=True)
+                slots = torch.arange(piece["begin"], piece["end"]) % replay.capacity
+                for name, values in read_tensors(run_dir / "replay" / piece["file"]).items():
+                    column = getattr(replay, name)
+                    column[slots] = values.to(column.device)
         except UsageError as error:
             print(f"skipping a checkpoint: {error}", file=sys.stderr)
             continue
         refuse_other_args(path, state["args"], args)
-        for piece in state["replay_pieces"]:
-            slots = torch.arange(piece["begin"], piece["end"]) % replay.capacity
-            for name, values in read_tensors(run_dir / "replay" / piece["file"]).items():
-                column = getattr(replay, name)
-                column[slots] = values.to(column.device)
+        os.replace(path, run_dir / "checkpoint.pt")  # a damaged one must not become the previous one
         replay.saved_pieces, replay.saved_at = state["replay_pieces"], (state["step"], state["last_eval"])
         replay.load_state_dict(state["replay"])
         agent.load_state_dict(state["agent"])
@@ -364,17 +367,17 @@ def read_checkpoint(path, script):
     require(isinstance(state, dict) and "format" in state, f"{path} is not a checkpoint of this project")
     require(state["format"] == CHECKPOINT_FORMAT,
             f"{path} has checkpoint format {state['format']}, this version reads format {CHECKPOINT_FORMAT}")
-    require(state["script"] == script, f"{path} was written by {state['script']}.py: use that script")
+    require(state.get("script") == script, f"{path} was written by {state.get('script')}.py: use that script")
     return state
 
 
-def read_tensors(path, only_verify=False):
+def read_tensors(path):
     """torch.load without pickled code, after a look at the checksums: what torch saves is a zip archive."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         require(damaged is None, f"{path} is damaged: its part {damaged} does not match its checksum")
-        return None if only_verify else torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error,
             pickle.UnpicklingError) as error:
         raise UsageError(f"{path} is damaged or is not a checkpoint ({type(error).__name__})") from error
@@ -442,9 +445,7 @@ class CsvFile:
             self.write(dict(zip(columns, columns)))
 
     def write(self, row):
-        line = io.StringIO()
-        csv.DictWriter(line, self.columns, restval="").writerow(row)
-        data = line.getvalue().encode()
+        data = (",".join(str(row.get(name, "")) for name in self.columns) + "\r\n").encode()
         if self.file.write(data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -528,7 +529,7 @@ def start_wandb(run_dir, args):
 
     id_file = run_dir / "wandb_id.txt"
     if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:8])
+        write_atomically(id_file, uuid.uuid4().hex[:8].encode())
     try:
         run = wandb.init(project=args.wandb_project, entity=args.wandb_entity, group=args.wandb_group,
                          name=run_dir.name, id=id_file.read_text(), resume="allow", dir=run_dir,

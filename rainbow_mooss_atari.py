@@ -753,7 +753,7 @@ class Agent(nn.Module):
             keys, = self.key_states(random_intensity(random_crop(stacks, args), args, self.obs_buffer))
             pixels, masks = random_crop(stacks, args), self.masks(update)
             newest = pixels[:args.seq_len, ..., -self.frame_channels:].permute(0, 3, 1, 2).clone() if log else None
-            as_words(pixels).bitwise_and_(-(~masks).permute(0, 2, 3, 1).int())  # zero where masked: -1 is all bits
+            as_words(pixels).mul_((~masks).permute(0, 2, 3, 1))
             obs = random_intensity(pixels, args, self.obs_buffer)  # in the keys' memory, which is free again
             one_hot = (actions[..., None] == torch.arange(self.num_actions, device=self.device)).float()
             mooss, similarity = self.mooss_loss(obs, keys, one_hot, rewards[..., None], valid,

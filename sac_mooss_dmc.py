@@ -812,6 +812,8 @@ def main(args):
             if device.type == "cpu" and args.preset == "paper":
                 progress.warn_cpu(updates_left=(args.total_timesteps - step) // args.action_repeat)
         progress.show(step, update, agent.metrics)
+        if not np.isfinite(action).all():  # a simulator would only crash
+            common.require_finite(agent.non_finite, step, run_dir)
 
         obs, reward, terminated, truncated, _ = env.step(action)
         agent_step += 1

@@ -50,12 +50,12 @@ def killed_at(where, numbers, script, tmp_path, whole):
 def test_kill_9_at_random_moments_loses_nothing(script, where, most, tmp_path, whole):
     """Steps of training and of evaluation; half-written files; between files; before anything reaches the disk."""
     dice = random.Random(f"{script} {where}")
-    killed_at(where, [dice.randint(1, most) for _ in range(3)], script, tmp_path, whole)
+    killed_at(where, [1, *(dice.randint(1, most) for _ in range(3))], script, tmp_path, whole)
 
 
 @pytest.mark.slow
 @BOTH
-@pytest.mark.parametrize("where,count", [("step", 190), ("half", 16), ("replace", 30), ("fsync", 40)])
+@pytest.mark.parametrize("where,count", [("step", 400), ("half", 20), ("replace", 60), ("fsync", 120)])
 def test_kill_9_at_each_moment_loses_nothing(script, where, count, tmp_path, whole):
     """A run for each: every fifth environment step, and every write, rename and sync of the checkpoints."""
     for number in range(1, count + 1, 5 if where == "step" else 1):

@@ -265,6 +265,53 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path, dot_env, 
     assert_same_run(folder(tmp_path / "whole"), folder(tmp_path / "hurt"))
 
 
+def test_after_a_fall_back_the_damaged_checkpoint_is_not_kept_as_the_previous_one(tmp_path, dot_env):
+    run(tmp_path / "whole")
+    run(tmp_path / "hurt", total_timesteps=80)
+    damage(folder(tmp_path / "hurt") / "checkpoint.pt", "flipped")
+    assert run(tmp_path / "hurt", resume=True) == 0
+    damage(folder(tmp_path / "hurt") / "checkpoint.pt", "flipped")
+    assert run(tmp_path / "hurt", resume=True) == 0
+    assert_same_run(folder(tmp_path / "whole"), folder(tmp_path / "hurt"))
+
+
+def test_a_checkpoint_of_another_version_says_so(tmp_path, dot_env):
+    run(tmp_path)
+    state = torch.load(folder(tmp_path) / "checkpoint.pt", weights_only=True)
+    for change, sentence in (({"format": 1}, "has checkpoint format 1, this version reads format 2"),
+                             ({"script": None}, "was written by None.py")):
+        torch.save({**state, **change}, tmp_path / "other.pt")
+        with pytest.raises(common.UsageError, match=sentence):
+            dmc.load_agent(tmp_path / "other.pt")
+
+
+def test_parameters_that_are_not_finite_never_reach_a_checkpoint(tmp_path, dot_env, monkeypatch):
+    """Even when every loss was finite."""
+    update = dmc.Agent.update
+
+    def broken(agent, replay, number, log):
+        update(agent, replay, number, log)
+        if number == 19:
+            agent.actor.head[0].bias.data[0] = float("inf")
+
+    monkeypatch.setattr(dmc.Agent, "update", broken)
+    monkeypatch.setattr(dmc.Agent, "act", lambda agent, obs, deterministic=False: np.zeros(1, np.float32))
+    monkeypatch.setattr(common, "flag_non_finite", lambda flags, metrics: None)
+    with pytest.raises(common.UsageError, match="actor.head.0.bias became infinite"):
+        run(tmp_path)
+    assert torch.load(folder(tmp_path) / "checkpoint.pt", weights_only=True)["step"] == 40
+
+
+def test_too_little_memory_is_one_sentence(capsys):
+    def greedy():
+        return torch.zeros(2**48)
+
+    with pytest.raises(SystemExit) as exit_:
+        common.exit_with(greedy)
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and error.startswith("error: out of memory") and error.count("\n") == 1
+
+
 def test_a_full_disk_is_one_sentence_and_keeps_the_last_checkpoint(tmp_path, dot_env, monkeypatch):
     run(tmp_path / "whole")
     run(tmp_path / "full", total_timesteps=80)
@@ -310,7 +357,8 @@ def test_wandb_is_not_imported_without_track():
     assert out.stdout.split() == ["False", "False"]
 
 
-def test_a_reward_that_is_not_a_number_stops_the_run_and_keeps_the_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize("log_every", [1, 1000])
+def test_a_reward_that_is_not_a_number_stops_the_run_and_keeps_the_checkpoint(tmp_path, monkeypatch, log_every):
     import gymnasium as gym
 
     class Broken(DotEnv):
@@ -324,7 +372,7 @@ def test_a_reward_that_is_not_a_number_stops_the_run_and_keeps_the_checkpoint(tm
     monkeypatch.setattr(dmc, "make_env", lambda args, device: gym.wrappers.FrameStackObservation(
         Broken(args.render_size), args.frame_stack, padding_type="reset"))
     with pytest.raises(common.UsageError, match="losses/critic.*not a number.*checkpoint.pt"):
-        run(tmp_path, total_timesteps=400, checkpoint_every=20, eval_every=1000, log_every=1)
+        run(tmp_path, total_timesteps=400, checkpoint_every=20, eval_every=1000, log_every=log_every)
     saved = torch.load(folder(tmp_path) / "checkpoint.pt", weights_only=True)
     assert all(torch.isfinite(value).all() for value in saved["agent"].values())
     assert saved["step"] < 2 * 90
