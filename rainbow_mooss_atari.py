@@ -391,10 +391,8 @@ def random_walk_masks(count, grid, ratio, generator, connectivity=26, root="rand
     masks = torch.zeros(count * nodes, dtype=torch.bool)
     target = math.floor(ratio * nodes)
     if target > 0:
-        if root == "random":
-            node = torch.randint(nodes, (count,), generator=generator)
-        else:
-            node = torch.full((count,), nodes // 2)  # D5: the authors' root
+        node = (torch.randint(nodes, (count,), generator=generator) if root == "random"
+                else torch.full((count,), nodes // 2))  # D5: the authors' root
         first = torch.arange(count) * nodes  # a walk's first entry in the flat masks
         masks[first + node] = True
         missing = torch.full((count,), target - 1)
@@ -579,8 +577,7 @@ def temporal_contrastive_loss(similarity, seq_len, window, tau0=0.07, tau_step=0
     sequence's queries; valid (B, F) is False for steps that are neither query nor key. The large cross-sequence part
     changes only by its temperature from level to level; what else changes lies in the small blocks of a sequence.
     """
-    length = seq_len
-    batch = len(similarity) // length
+    batch, length = len(similarity) // seq_len, seq_len
     blocks = similarity.view(batch, length, batch, length)
     own = torch.eye(batch, dtype=torch.bool, device=similarity.device)[:, None, :, None]
     valid = torch.ones(batch, length, dtype=torch.bool, device=similarity.device) if valid is None else valid
