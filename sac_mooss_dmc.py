@@ -131,8 +131,8 @@ PAPER = dict(eval_episodes=10, render_size=100, image_size=84, action_repeat=4, 
 PRESETS = {
     "paper": {},
     "authors": dict(temporal_window=5, walk_root="fixed", share_mask=True, target_update_period=2, pixel_scale=1.0),
-    "laptop": dict(eval_episodes=3, render_size=50, image_size=42, batch_size=256, num_filters=32, hidden_dim=512,
-                   aux_batch_size=32),
+    "laptop": dict(eval_episodes=3, render_size=50, image_size=42, batch_size=192, num_filters=48, hidden_dim=512,
+                   aux_batch_size=24),
 }
 TASK_PRESETS = {
     "finger-spin": dict(action_repeat=2),
@@ -295,9 +295,9 @@ def augment(replay, rows, args, device, intensity, crop_per_sequence=False, out=
     else:
         top, left = torch.full((2, *rows.shape), margin // 2, device=replay.device)
     pixels = replay.observations(rows, top, left, args.image_size).flatten(0, -4)  # uint8 until here
-    floats = pixels.to(device, non_blocking=True).float()  # on a CPU the copy to channels-last is faster from floats
-    obs = torch.empty_like(floats, memory_format=torch.channels_last) if out is None else out
-    obs.copy_(floats)
+    if out is None:
+        out = torch.empty_like(pixels, dtype=torch.float32, device=device, memory_format=torch.channels_last)
+    obs = out.copy_(pixels, non_blocking=True)
     scale = torch.full((len(obs), 1, 1, 1), 1 / args.pixel_scale, device=device)
     if intensity and "intensity" in args.augmentations:
         scale = scale * (1 + args.intensity_scale * torch.randn_like(scale).clamp(-2, 2))

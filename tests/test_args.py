@@ -60,7 +60,7 @@ def test_laptop_preset_changes_sizes_only():
 def test_an_explicit_flag_wins_even_with_the_papers_value():
     args = dmc.resolve_args(dmc.Args(env_id="walker-walk", preset="laptop", batch_size=512, target_ema=0.95,
                                      action_repeat=4))
-    assert (args.batch_size, args.target_ema, args.action_repeat, args.num_filters) == (512, 0.95, 4, 32)
+    assert (args.batch_size, args.target_ema, args.action_repeat, args.num_filters) == (512, 0.95, 4, 48)
     args = dmc.resolve_args(dmc.Args(preset="authors", share_mask=False, temporal_window=6))
     assert args.share_mask is False and args.temporal_window == 6 and args.walk_root == "fixed"
 
