@@ -725,8 +725,8 @@ class Agent(nn.Module):
         return loss, similarity
 
     def update(self, replay, update, beta, log):
-        """One update: RL on the first step of each sequence, MOOSS on all of them, one backward, target copy. Nothing
-        here waits for the device."""
+        """One update: RL on the first step of each sequence, MOOSS on all of them, one backward, target copy. With
+        the replay on the same device, nothing here waits for it."""
         args, metrics = self.args, self.metrics
         if args.compile and self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()

@@ -295,13 +295,12 @@ def measure(args, speed):
         torch.cuda.reset_peak_memory_stats(device)
     for _ in range(2):  # warm up: compilation, the first masks, optimiser states
         case.update()
-    sizes = {args.batch_size, args.batch_size * args.seq_len, getattr(args, "aux_batch_size", 1) * args.seq_len}
     peak = (torch.cuda.max_memory_allocated(device) if device.type == "cuda"
             else 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
     channels = args.frame_stack * env.observation_space.shape[1]
+    sizes = (args.batch_size, args.seq_len * getattr(args, "aux_batch_size", args.batch_size))
     case.inputs = {size: torch.rand(size, channels, args.image_size, args.image_size, device=device).contiguous(
-        memory_format=torch.channels_last) for size in sizes if size <= max(args.batch_size, args.seq_len * getattr(
-            args, "aux_batch_size", args.batch_size))}
+        memory_format=torch.channels_last) for size in sizes}
     case.floor()
     updates, floors = [], []
     for _ in range(2 * speed.repeats):  # update and floor in turn, so that a busy machine slows both

@@ -186,7 +186,7 @@ def test_a_malicious_checkpoint_is_never_executed(script, how, tmp_path, capsys)
         torch.load(bad, weights_only=False) if how == "torch" else pickle.loads(bad.read_bytes())
 
 
-@pytest.mark.parametrize("name", ["../out", "/tmp/out", "a/b", "..", "", "a\0b", "x" * 300])
+@pytest.mark.parametrize("name", ["../out", "/out", "a/b", "..", "", "a\0b", "x" * 300])
 @pytest.mark.parametrize("flag", ["exp_name", "env_id"])
 def test_a_name_cannot_leave_the_run_folder(name, flag):
     for module in (dmc, atari):
