@@ -1,6 +1,9 @@
-"""Draw the paper's figures from a saved agent: state evolution (Figure 1), masking, learned similarity.
+"""Draw the paper's figures from saved agents: state evolution (Figure 1), masking, learned similarity.
 
     python benchmark/figures.py runs/reacher-easy__mooss__s1/checkpoint.pt --out figures
+    python benchmark/figures.py runs/reacher-easy__{base,mooss}__s1/checkpoint.pt --out figures    # side by side
+
+Masking and similarity are those of the last agent named.
 """
 
 import dataclasses
@@ -29,9 +32,9 @@ LENGTH = 20  # observations in Figure 1
 
 @dataclasses.dataclass
 class FigureArgs:
-    """Draw the paper's figures from a saved agent."""
+    """Draw the paper's figures from saved agents."""
 
-    checkpoint: tyro.conf.Positional[str]  # checkpoint.pt of a run of either script
+    checkpoints: tyro.conf.Positional[tuple[str, ...]]  # checkpoint.pt of one run or more on one task
     out: str = "figures"  # where the pictures go
     sequences: int = 32  # random-action sequences behind the numbers
     seed: int = 0  # of sequences, masks and t-SNE
@@ -79,6 +82,12 @@ def prepare(agent, obs):
     return torch.as_tensor(np.ascontiguousarray(obs), device=agent.device).flatten(1, 2).float() / scale
 
 
+def same_input(one, other):
+    """Whether two agents look at the same task in the same way."""
+    return all(getattr(one.args, name, None) == getattr(other.args, name, None)
+               for name in ("env_id", "image_size", "render_size", "frame_stack", "action_repeat"))
+
+
 @torch.no_grad()
 def embed(agent, obs):
     encode = agent.critic.encoder if hasattr(agent, "critic") else agent.online.features
@@ -93,23 +102,24 @@ def rank_correlation(embeddings):
     return float(np.nanmean(values))
 
 
-def figure_states(agent, untrained, sequences, seed, out):
+def figure_states(agents, sequences, seed, out):
     """Figure 1: t-SNE of one sequence's states, numbered and coloured by time; the numbers average all sequences."""
-    embeddings = [embed(agent, obs) for obs, _, _ in sequences]
-    rho = rank_correlation(embeddings)
-    rho_untrained = rank_correlation([embed(untrained, obs) for obs, _, _ in sequences])
-    points = TSNE(2, perplexity=5, init="pca", random_state=seed).fit_transform(embeddings[0])
-    figure, axes = plt.subplots(figsize=(5, 4.5))
-    axes.plot(*points.T, color="#cccccc", linewidth=1, zorder=1)
-    axes.scatter(*points.T, c=np.arange(LENGTH), cmap="viridis", s=220, zorder=2)
-    for number, (x, y) in enumerate(points):
-        axes.text(x, y, str(number), ha="center", va="center", fontsize=8, color="white" if number < 14 else "black")
-    axes.set(xticks=[], yticks=[], title=f"{agent.args.env_id}: states of {LENGTH} random steps\nrank correlation of "
-             f"time and state distance {rho:.2f} (untrained {rho_untrained:.2f}; {len(sequences)} sequences)")
-    axes.title.set_fontsize(9)
-    figure.savefig(out / "states.png", dpi=150, bbox_inches="tight")
+    figure, panels = plt.subplots(1, len(agents), figsize=(4.5 * len(agents), 4.5), squeeze=False)
+    for (name, agent), axes in zip(agents, panels[0]):
+        embeddings = [embed(agent, obs) for obs, _, _ in sequences]
+        rho = rank_correlation(embeddings)
+        print(f"{name}: rank correlation of temporal and state distance {rho:.3f}")
+        points = TSNE(2, perplexity=5, init="pca", random_state=seed).fit_transform(embeddings[0])
+        axes.plot(*points.T, color="#cccccc", linewidth=1, zorder=1)
+        axes.scatter(*points.T, c=np.arange(LENGTH), cmap="viridis", s=220, zorder=2)
+        for time, (x, y) in enumerate(points):
+            axes.text(x, y, str(time), ha="center", va="center", fontsize=8, color="white" if time < 14 else "black")
+        axes.set(xticks=[], yticks=[])
+        axes.set_title(f"{name}: rank correlation {rho:.2f}", fontsize=10)
+    figure.suptitle(f"{agent.args.env_id}: states of {LENGTH} random steps; rank correlation of temporal and state "
+                    f"distance over {len(sequences)} sequences", fontsize=10, wrap=True)
+    figure.savefig(out / "states.png", dpi=130, bbox_inches="tight")
     plt.close(figure)
-    return rho, rho_untrained
 
 
 def figure_masks(module, agent, sequence, seed, out):
@@ -184,16 +194,20 @@ def figure_similarity(module, agent, sequences, out):
 
 def main(argv=None):
     args = tyro.cli(FigureArgs, args=argv)
-    module, agent = load(args.checkpoint)
+    common.require(args.checkpoints, "name at least one checkpoint.pt")
+    loaded = [load(path) for path in args.checkpoints]
+    module, agent = loaded[-1]
+    for path, (_, other) in zip(args.checkpoints, loaded):
+        common.require(same_input(other, agent), f"{path} has another task or image size than {args.checkpoints[-1]}")
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     sequences = collect(module, agent, args.sequences, args.seed)
     actions = agent.action_dim if module is sac_mooss_dmc else agent.num_actions
     untrained = module.Agent(agent.args, sequences[0][0].shape[1:], actions, agent.device)
-    rho, rho_untrained = figure_states(agent, untrained, sequences, args.seed, out)
+    agents = [("untrained", untrained), *((each.args.exp_name, each) for _, each in loaded)]
+    figure_states(agents, sequences, args.seed, out)
     figure_masks(module, agent, sequences[0], args.seed, out)
-    print(f"rank correlation of temporal and state distance: {rho:.3f}; untrained encoder: {rho_untrained:.3f}")
     if agent.args.aux_weight > 0:
         accuracy = figure_similarity(module, agent, sequences, out)
         print(f"rank accuracy on these sequences: {accuracy:.3f} (chance 0.5)")

@@ -287,5 +287,23 @@ def test_figures_of_a_checkpoint(kind, changes, tmp_path, monkeypatch, capsys):
     assert {path.name for path in (tmp_path / "out").iterdir()} == expected
     assert all(path.stat().st_size > 5000 for path in (tmp_path / "out").iterdir())
     out = capsys.readouterr().out
-    assert re.search(r"state distance: -?[\d.]+; untrained encoder: -?[\d.]+", out)
+    for name in ("untrained", "mooss"):
+        assert re.search(rf"^{name}: rank correlation of temporal and state distance -?[01]\.\d+$", out, re.M)
     assert ("rank accuracy on these sequences" in out) == (not changes)
+
+
+def test_figures_of_two_agents_stand_side_by_side(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(dmc, "make_env", make_dot_env)
+    paths = []
+    for name, changes in (("base", {"aux_weight": 0.0}), ("mooss", {}), ("large", {"render_size": 28})):
+        args = dmc.Args(**{**TINY, **changes, "exp_name": name, "run_root": str(tmp_path), "total_timesteps": 60})
+        assert dmc.main(args) == 0
+        paths += map(str, tmp_path.glob(f"*__{name}__s*/checkpoint.pt"))
+    out = ["--out", str(tmp_path / "out"), "--sequences", "3"]
+    assert figures.main([*paths[:2], *out]) == 0
+    values = re.findall(r"^(\w+): rank correlation of .* distance (.*)$", capsys.readouterr().out, re.M)
+    assert [name for name, _ in values] == ["untrained", "base", "mooss"] and len({value for _, value in values}) == 3
+    with pytest.raises(dmc.common.UsageError, match="another task or image size"):
+        figures.main([*paths, *out])
+    with pytest.raises(dmc.common.UsageError, match="at least one"):
+        figures.main(out)
