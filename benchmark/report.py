@@ -68,9 +68,11 @@ class Run:
     variant: str
     seed: int
     atari: bool
+    preset: str
     total: int
     scores: dict  # step -> list of episode returns
     hours: dict  # step -> hours since the start
+    rank_accuracy: float | None  # mean of the last tenth of train.csv
 
     def score(self, step):
         return float(np.mean(self.scores[step]))
@@ -86,8 +88,8 @@ def read_run(path):
         for row in rows:
             scores[int(row["step"])].append(float(row["return"]))
             hours[int(row["step"])] = float(row["hours"])
-        run = Run(args["env_id"], args["exp_name"], args["seed"], "multi_step" in args, args["total_timesteps"],
-                  dict(scores), hours)
+        run = Run(args["env_id"], args["exp_name"], args["seed"], "multi_step" in args, args["preset"],
+                  args["total_timesteps"], dict(scores), hours, read_rank_accuracy(path / "train.csv"))
     except FileNotFoundError as error:
         return f"no {Path(error.filename).name}"
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -96,6 +98,15 @@ def read_run(path):
     if last < run.total or len(run.scores[last]) < args["eval_episodes"]:
         return f"incomplete: step {last:,} of {run.total:,}"
     return run
+
+
+def read_rank_accuracy(path):
+    """Mean of the last tenth of the logged values; None for a run without them, such as Base."""
+    if not path.exists():
+        return None
+    with open(path, newline="") as file:
+        values = [float(row["mooss/rank_accuracy"]) for row in csv.DictReader(file) if row.get("mooss/rank_accuracy")]
+    return float(np.mean(values[-max(1, len(values) // 10):])) if values else None
 
 
 def read_runs(paths):
@@ -227,6 +238,23 @@ class Document:
 
 
 # ------------------------------------------------------------------------------------------------- sections
+def runs_section(document, runs):
+    """What was run, at what size, for how long, and where each run ended."""
+    document.heading("Runs")
+    document.text("Return: mean of the last evaluation, with the bootstrap 95% interval over its episodes where there "
+                  "are ten or more. Rank accuracy: mean over the last tenth of training; chance is 0.5.")
+    rng, rows = np.random.default_rng(0), []
+    for run in sorted(runs, key=lambda run: (run.atari, run.task, run.variant, run.seed)):
+        last = max(run.scores)
+        returns = np.array(run.scores[last])
+        means = returns[rng.integers(len(returns), size=(2000, len(returns)))].mean(1)
+        interval = "[{:.1f}, {:.1f}]".format(*np.percentile(means, [2.5, 97.5])) if len(returns) >= 10 else "-"
+        rows.append([run.task, run.variant, run.seed, run.preset, f"{last:,}", f"{run.hours[last]:.1f}", len(returns),
+                     f"{returns.mean():.1f}", interval, f"{run.rank_accuracy:.2f}" if run.rank_accuracy else "-"])
+    document.table(["task", "variant", "seed", "preset", "steps", "hours", "episodes", "return", "interval",
+                    "rank accuracy"], rows)
+
+
 def group(runs, step):
     """{variant: {task: [(seed score, number of episodes), ...]}} at a step."""
     cells = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -410,6 +438,7 @@ def main(argv=None):
     for step in sorted({step for run in runs if run.atari for step in report_steps(run)}):
         atari_section(document, [run for run in runs if run.atari], step, args.bootstrap)
     ablation_sections(document, runs)
+    runs_section(document, runs)
     curves_section(document, runs, args.bootstrap)
     if skipped:
         document.heading("Skipped")

@@ -197,8 +197,9 @@ def test_report_recovers_the_papers_aggregates_from_its_table(method, iqm, gap):
 def write_run(root, task, variant, seed, scores, atari=False, episodes=4, total=100_000):
     folder = root / f"{task}__{variant}__s{seed}"
     folder.mkdir(parents=True)
-    args = dict(env_id=task, exp_name=variant, seed=seed, total_timesteps=total, eval_episodes=episodes)
-    (folder / "args.json").write_text(json.dumps({**args, "multi_step": 10} if atari else args))
+    args = dict(env_id=task, exp_name=variant, seed=seed, total_timesteps=total, eval_episodes=episodes,
+                preset="paper", **({"multi_step": 10} if atari else {}))
+    (folder / "args.json").write_text(json.dumps(args))
     lines = ["step,update,hours,episode,return,length"]
     lines += [f"{step},{step // 4},{step / 1e5},{number},{score + number},250"
               for step, score in scores.items() for number in range(episodes)]
@@ -237,6 +238,20 @@ def test_report_shows_means_spreads_and_what_stands_behind(made_report):
     assert "holiday" in text and "no args.json" in text and "incomplete: step 0 of 100,000" in text
     assert {path.name for path in made_report.iterdir()} >= {"report.md", "report.html", "curves_steps.png",
                                                              "curves_hours.png", "atari_profiles_100000.png"}
+
+
+def test_report_lists_each_run_with_its_size_hours_and_interval(tmp_path):
+    write_run(tmp_path / "runs", "Pong", "base", 1, {0: -21, 400: 10}, atari=True, episodes=3, total=400)
+    write_run(tmp_path / "runs", "Pong", "mooss", 1, {400: 10}, atari=True, episodes=20, total=400)
+    rows = [f"{step},{0.5 if step < 360 else 0.75 + step / 4000}" for step in range(0, 400, 20)]
+    rows.insert(3, "50,")
+    (tmp_path / "runs" / "Pong__mooss__s1" / "train.csv").write_text("step,mooss/rank_accuracy\n" + "\n".join(rows))
+    assert report.main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--bootstrap", "50"]) == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| Pong | base | 1 | paper | 400 | 0.0 | 3 | 11.0 | - | - |" in text
+    row = re.search(r"\| Pong \| mooss \| 1 \| paper \| 400 \| 0.0 \| 20 \| 19.5 \| \[(.*), (.*)\] \| 0.84 \|", text)
+    low, high = map(float, row.groups())  # returns 10 to 29: a standard error of 1.29
+    assert 16.6 < low < 17.4 and 21.6 < high < 22.4
 
 
 def test_report_without_a_finished_run_says_so(tmp_path, capsys):
