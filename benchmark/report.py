@@ -380,7 +380,8 @@ def curves_section(document, runs, resamples):
                 members = variants[variant]
                 steps, mean, low, high = band([{s: run.score(s) for s in run.scores} for run in members], resamples)
                 x = steps if axis == "steps" else np.array([np.mean([run.hours[s] for run in members]) for s in steps])
-                axes.plot(x, mean, label=f"{variant} ({len(members)} seeds)", color=colours[variant])
+                seeds = "1 seed" if len(members) == 1 else f"{len(members)} seeds"
+                axes.plot(x, mean, label=f"{variant} ({seeds})", color=colours[variant])
                 axes.fill_between(x, low, high, alpha=0.2, color=colours[variant])
             axes.set(title=task, xlabel="environment steps" if axis == "steps" else "hours", ylabel="return")
             axes.legend(fontsize=7, loc="upper left", framealpha=0.5)

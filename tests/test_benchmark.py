@@ -254,6 +254,19 @@ def test_report_lists_each_run_with_its_size_hours_and_interval(tmp_path):
     assert 16.6 < low < 17.4 and 21.6 < high < 22.4
 
 
+def test_the_checked_in_report_is_made_from_the_checked_in_runs(tmp_path):
+    results = ROOT / "benchmark" / "results"
+    for folder in (results / "runs").iterdir():
+        assert {path.name for path in folder.iterdir()} == {"args.json", "eval.csv", "train.csv"}, folder
+    assert report.main([str(results / "runs"), "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert text == (results / "report" / "report.md").read_text()
+    assert "; 0 folders skipped." in text
+    table = text.split("## Runs")[1].split("## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")]
+    assert len(rows) > 3 and [row for row in rows if row not in (ROOT / "README.md").read_text()] == []
+
+
 def test_report_without_a_finished_run_says_so(tmp_path, capsys):
     assert report.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "no finished run" in capsys.readouterr().err and not (tmp_path / "out").exists()
