@@ -249,8 +249,9 @@ def runs_section(document, runs):
         returns = np.array(run.scores[last])
         means = returns[rng.integers(len(returns), size=(2000, len(returns)))].mean(1)
         interval = "[{:.1f}, {:.1f}]".format(*np.percentile(means, [2.5, 97.5])) if len(returns) >= 10 else "-"
+        accuracy = "-" if run.rank_accuracy is None else f"{run.rank_accuracy:.2f}"
         rows.append([run.task, run.variant, run.seed, run.preset, f"{last:,}", f"{run.hours[last]:.1f}", len(returns),
-                     f"{returns.mean():.1f}", interval, f"{run.rank_accuracy:.2f}" if run.rank_accuracy else "-"])
+                     f"{returns.mean():.1f}", interval, accuracy])
     document.table(["task", "variant", "seed", "preset", "steps", "hours", "episodes", "return", "interval",
                     "rank accuracy"], rows)
 
@@ -309,7 +310,9 @@ def dmc_section(document, runs, step, resamples):
         matrix = seed_matrix(known)
         functions = (metrics.aggregate_mean, metrics.aggregate_median, metrics.aggregate_iqm)
         points, intervals = aggregate(matrix, functions, resamples)
-        rows.append([variant, *(f"{p:.1f} [{low:.1f}, {high:.1f}]" for p, (low, high) in zip(points, intervals.T)),
+        one = len(matrix) == 1  # a single seed has no interval
+        rows.append([variant, *(f"{p:.1f}" + f" [{low:.1f}, {high:.1f}]" * (not one)
+                                for p, (low, high) in zip(points, intervals.T)),
                      f"{matrix.shape[0]} x {matrix.shape[1]}"])
     document.table(["over tasks", "mean", "median", "IQM", "seeds x tasks"], rows)
     document.text("Intervals: stratified bootstrap over seeds, 95%.")
