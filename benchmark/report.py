@@ -152,6 +152,13 @@ def aggregate(matrix, functions, resamples, seed=0):
     return points["x"], intervals["x"]
 
 
+def estimates(matrix, functions, resamples, digits):
+    """The cells of `aggregate`: a single seed has no interval."""
+    points, intervals = aggregate(matrix, functions, resamples)
+    return [f"{p:.{digits}f}" + f" [{low:.{digits}f}, {high:.{digits}f}]" * (len(matrix) > 1)
+            for p, (low, high) in zip(points, intervals.T)]
+
+
 def seed_matrix(by_task):
     """(runs, tasks): as many runs of each task as the task with the fewest has, for a balanced bootstrap."""
     count = min(len(values) for values in by_task.values())
@@ -309,11 +316,7 @@ def dmc_section(document, runs, step, resamples):
         known = {task: [score for score, _ in cells[variant][task]] for task in tasks if cells[variant].get(task)}
         matrix = seed_matrix(known)
         functions = (metrics.aggregate_mean, metrics.aggregate_median, metrics.aggregate_iqm)
-        points, intervals = aggregate(matrix, functions, resamples)
-        one = len(matrix) == 1  # a single seed has no interval
-        rows.append([variant, *(f"{p:.1f}" + f" [{low:.1f}, {high:.1f}]" * (not one)
-                                for p, (low, high) in zip(points, intervals.T)),
-                     f"{matrix.shape[0]} x {matrix.shape[1]}"])
+        rows.append([variant, *estimates(matrix, functions, resamples, 1), f"{matrix.shape[0]} x {matrix.shape[1]}"])
     document.table(["over tasks", "mean", "median", "IQM", "seeds x tasks"], rows)
     document.text("Intervals: stratified bootstrap over seeds, 95%.")
 
@@ -339,8 +342,8 @@ def atari_section(document, runs, step, resamples):
                  if game in GAMES and cells[variant].get(game)}
         if known:
             matrix = seed_matrix(known)
-            points, intervals = aggregate(matrix, (metrics.aggregate_iqm, metrics.aggregate_optimality_gap), resamples)
-            rows.append([variant, *(f"{p:.3f} [{low:.3f}, {high:.3f}]" for p, (low, high) in zip(points, intervals.T)),
+            functions = (metrics.aggregate_iqm, metrics.aggregate_optimality_gap)
+            rows.append([variant, *estimates(matrix, functions, resamples, 3),
                          f"{matrix.shape[0]} x {matrix.shape[1]}"])
             profiles[variant] = matrix
     document.table(["human-normalised", "IQM", "optimality gap", "seeds x games"], rows)
@@ -436,7 +439,7 @@ def main(argv=None):
         return 2
     document = Document(args.out)
     tasks = {run.task for run in runs}
-    document.text(f"{len(runs)} finished runs of {len(tasks)} tasks; {len(skipped)} folders skipped.")
+    document.text(f"Finished runs: {len(runs)}. Tasks: {len(tasks)}. Folders skipped: {len(skipped)}.")
     for step in sorted({step for run in runs if not run.atari for step in report_steps(run)}):
         dmc_section(document, [run for run in runs if not run.atari], step, args.bootstrap)
     for step in sorted({step for run in runs if run.atari for step in report_steps(run)}):

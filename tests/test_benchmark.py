@@ -232,6 +232,7 @@ def test_report_shows_means_spreads_and_what_stands_behind(made_report):
     missing = next(line for line in text.splitlines() if line.startswith("| ball_in_cup-catch |"))
     assert "| missing | missing |" in missing and "944 ± 30" in missing
     assert "| mooss | 623.5 [" in text and "3 x 5" in text
+    assert re.search(r"\| mooss \| [\d.]+ \[.*\] \| [\d.]+ \[.*\] \| 2 x 2 \|", text)  # Atari: IQM and optimality gap
     assert "its spread being over the 10 episodes of that run" in text
     assert "Ablation: Framework components" in text and "656 ± 5" in text  # the paper's cube row
     assert "(5/6 tasks)" in text
@@ -252,6 +253,7 @@ def test_report_lists_each_run_with_its_size_hours_and_interval(tmp_path):
     row = re.search(r"\| Pong \| mooss \| 1 \| paper \| 400 \| 0.0 \| 20 \| 19.5 \| \[(.*), (.*)\] \| 0.84 \|", text)
     low, high = map(float, row.groups())  # returns 10 to 29: a standard error of 1.29
     assert 16.6 < low < 17.4 and 21.6 < high < 22.4
+    assert "| mooss | 1.139 | 0.000 | 1 x 1 |" in text  # one seed: no interval
 
 
 def test_the_checked_in_report_is_made_from_the_checked_in_runs(tmp_path):
@@ -261,7 +263,7 @@ def test_the_checked_in_report_is_made_from_the_checked_in_runs(tmp_path):
     assert report.main([str(results / "runs"), "--out", str(tmp_path)]) == 0
     text = (tmp_path / "report.md").read_text()
     assert text == (results / "report" / "report.md").read_text()
-    assert "; 0 folders skipped." in text
+    assert "Folders skipped: 0." in text
     table = text.split("## Runs")[1].split("## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")]
     assert len(rows) > 3 and [row for row in rows if row not in (ROOT / "README.md").read_text()] == []
