@@ -389,7 +389,8 @@ def curves_section(document, runs, resamples):
                 seeds = "1 seed" if len(members) == 1 else f"{len(members)} seeds"
                 axes.plot(x, mean, label=f"{variant} ({seeds})", color=colours[variant])
                 axes.fill_between(x, low, high, alpha=0.2, color=colours[variant])
-            axes.set(title=task, xlabel="environment steps" if axis == "steps" else "hours", ylabel="return")
+            unit = "interactions" if members[0].atari else "environment steps"
+            axes.set(title=task, xlabel=unit if axis == "steps" else "hours", ylabel="return")
             axes.legend(fontsize=7, loc="upper left", framealpha=0.5)
         figure.tight_layout()
         caption = f"Mean evaluation return over {axis}; bands: 95% bootstrap over seeds."
