@@ -250,11 +250,12 @@ def runs_section(document, runs):
     document.heading("Runs")
     document.text("Return: mean of the last evaluation, with the bootstrap 95% interval over its episodes where there "
                   "are ten or more. Rank accuracy: mean over the last tenth of training; chance is 0.5.")
-    rng, rows = np.random.default_rng(0), []
+    rows = []
     for run in sorted(runs, key=lambda run: (run.atari, run.task, run.variant, run.seed)):
         last = max(run.scores)
         returns = np.array(run.scores[last])
-        means = returns[rng.integers(len(returns), size=(2000, len(returns)))].mean(1)
+        draws = np.random.default_rng(0).integers(len(returns), size=(2000, len(returns)))  # no row depends on others
+        means = returns[draws].mean(1)
         interval = "[{:.1f}, {:.1f}]".format(*np.percentile(means, [2.5, 97.5])) if len(returns) >= 10 else "-"
         accuracy = "-" if run.rank_accuracy is None else f"{run.rank_accuracy:.2f}"
         rows.append([run.task, run.variant, run.seed, run.preset, f"{last:,}", f"{run.hours[last]:.1f}", len(returns),
@@ -345,7 +346,8 @@ def atari_section(document, runs, step, resamples):
             functions = (metrics.aggregate_iqm, metrics.aggregate_optimality_gap)
             rows.append([variant, *estimates(matrix, functions, resamples, 3),
                          f"{matrix.shape[0]} x {matrix.shape[1]}"])
-            profiles[variant] = matrix
+            if matrix.size > 1:
+                profiles[variant] = matrix
     document.table(["human-normalised", "IQM", "optimality gap", "seeds x games"], rows)
     document.text("Intervals: stratified bootstrap over seeds, 95% (rliable). An aggregate over fewer than 26 games "
                   "does not compare with the paper's.")

@@ -253,7 +253,8 @@ def test_report_lists_each_run_with_its_size_hours_and_interval(tmp_path):
     row = re.search(r"\| Pong \| mooss \| 1 \| paper \| 400 \| 0.0 \| 20 \| 19.5 \| \[(.*), (.*)\] \| 0.84 \|", text)
     low, high = map(float, row.groups())  # returns 10 to 29: a standard error of 1.29
     assert 16.6 < low < 17.4 and 21.6 < high < 22.4
-    assert "| mooss | 1.139 | 0.000 | 1 x 1 |" in text  # one seed: no interval
+    assert "| mooss | 1.139 | 0.000 | 1 x 1 |" in text  # one seed: no interval, and no profile of one score
+    assert not list((tmp_path / "out").glob("atari_profiles*"))
 
 
 def test_the_checked_in_report_is_made_from_the_checked_in_runs(tmp_path):
