@@ -189,11 +189,12 @@ class LifeEpisodes(gym.Wrapper):
     not a new game. `info["game_over"]` tells the two kinds of ends apart; the frame limit counts as terminal."""
 
     def reset(self, *, seed=None, options=None):
+        game_over = True
         if seed is None:  # the game goes on
             obs, _, terminated, truncated, info = self.env.step(0)
-            if not (terminated or truncated):
-                return obs, info
-        obs, info = self.env.reset(seed=seed, options=options)
+            game_over = terminated or truncated
+        if game_over:
+            obs, info = self.env.reset(seed=seed, options=options)
         self.lives = self.env.unwrapped.ale.lives()
         return obs, info
 

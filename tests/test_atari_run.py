@@ -135,6 +135,31 @@ def test_training_shows_all_five_lives_of_one_game():
     assert frame_numbers == sorted(frame_numbers)  # never restarted
 
 
+def test_a_life_lost_during_the_no_op_ends_no_second_episode():
+    class Game(gym.Env):
+        """Lives fall by one at the second and third step."""
+
+        ale = property(lambda self: self)
+        observation_space, action_space = gym.spaces.Discrete(1), gym.spaces.Discrete(1)
+
+        def lives(self):
+            return (5, 5, 4, 3, 3)[self.time]
+
+        def reset(self, *, seed=None, options=None):
+            self.time = 0
+            return 0, {}
+
+        def step(self, action):
+            self.time += 1
+            return 0, 0.0, False, False, {}
+
+    env = atari.LifeEpisodes(Game())
+    env.reset(seed=0)
+    assert [env.step(0)[2] for _ in range(2)] == [False, True]
+    env.reset()  # the no-op, in which another life goes
+    assert not env.step(0)[2]
+
+
 def test_frame_limit_is_terminal():
     args = atari.resolve_args(atari.Args(env_id="Pong", max_frames=200))
     env = atari.make_env(args, CPU)
