@@ -400,7 +400,8 @@ def evaluate_only(args, load, evaluate):
     configure_torch(args.seed, device, args.torch_deterministic)
     agent, step = load(args.checkpoint, device)
     require(os.access(folder, os.W_OK), f"cannot write to {folder}")
-    args = dataclasses.replace(agent.args, seed=args.seed, eval_episodes=args.eval_episodes)
+    own = {name: getattr(args, name) for name in ("seed", "eval_episodes", "eval_epsilon") if hasattr(args, name)}
+    args = dataclasses.replace(agent.args, **own)
     episodes = evaluate(agent, args, device, step, folder / "videos" / f"eval_only_{step}.mp4")
     path = folder / "eval_only.csv"
     table = CsvFile(path, ("step", "episode", "return", "length"), path.stat().st_size if path.exists() else 0)

@@ -296,6 +296,8 @@ def test_eval_only_and_loading(tmp_path, dot_game):
     path = str(folder(tmp_path) / "checkpoint.pt")
     assert atari.main(atari.Args(eval_only=True, checkpoint=path, eval_episodes=2)) == 0
     assert [row["return"] for row in rows(folder(tmp_path) / "eval_only.csv")] == final
+    assert atari.main(atari.Args(eval_only=True, checkpoint=path, eval_episodes=2, eval_epsilon=1.0)) == 0
+    assert [row["return"] for row in rows(folder(tmp_path) / "eval_only.csv")][2:] != final  # random play
     agent, step = atari.load_agent(folder(tmp_path) / "checkpoint.pt")
     obs, _ = make_dot_game(agent.args, None).reset(seed=0)
     assert step == 60 and agent.act(obs[None]).shape == (1,)
