@@ -366,7 +366,7 @@ class MaskBank:
                                           args.walk_root)
             else:
                 masks = uniform_cube_masks(count, self.grid, args.mask_ratio, generator)
-            self.masks = masks.view(self.UPDATES, -1, *self.grid).to(self.device)
+            self.masks = masks.view(self.UPDATES, -1, *self.grid).to(self.device, non_blocking=True)
             self.block = block
         masks = self.masks[update % self.UPDATES].expand(self.batch_size, *self.grid)
         masks = masks.repeat_interleave(args.cube_len, 1)  # (B, F, H/h, W/w)
