@@ -70,7 +70,7 @@ class SweepArgs:
     preset: str = "paper"  # preset of the script
     run_root: str = "runs"  # folder that holds the run folders
     dry_run: bool = False  # print the commands and what they cost
-    seconds_per_update: float = 1.5  # for the cost: 1.5 is what the authors' logs show for their DMC code
+    seconds_per_update: float | None = None  # for the cost (DMC at full size: 1.5, as the authors' logs show)
     cluster: Literal["local", "slurm"] = "local"  # where to run
     workers: int = 1  # local: runs at a time, each with a GPU (in turn) or a share of the cores
     threads: int | None = None  # CPU threads of a run (default: cores / workers; Slurm: 8)
@@ -132,9 +132,21 @@ def build_runs(args, passed):
                  args.preset, "--total-timesteps", str(steps), *VARIANTS[variant].split(), *passed, "--resume"]
         resolved = module.resolve_args(common.parse_args(module.Args, flags))
         path = common.RunFolder(resolved).path
+        refuse_other_flags(path, resolved)
         runs.append(Run(path.name, [sys.executable, str(ROOT / f"{module.SCRIPT}.py"), *flags], str(path),
                         resolved.total_timesteps, resolved.eval_episodes, count_updates(resolved)))
     return runs
+
+
+def refuse_other_flags(path, args):
+    """Before anything starts: a folder of this name holds a run with these flags. A longer DMC run has the shorter one
+    in it."""
+    try:
+        saved = json.loads((path / "args.json").read_text())
+        longer = 0 if "multi_step" in saved else saved["total_timesteps"]  # an Atari run's length is in its schedule
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # not begun, or damaged: the script will say so
+    common.refuse_other_args(path, saved, dataclasses.replace(args, total_timesteps=max(args.total_timesteps, longer)))
 
 
 def count_updates(args):
@@ -292,9 +304,12 @@ def main(argv=None):
     if args.dry_run:
         for run in runs:
             print(shlex.join(["python", *run.command[1:]]))
-        updates = sum(run.updates for run in runs)
-        print(f"# {len(runs)} runs, {updates:,} updates, {updates * args.seconds_per_update / 3600:,.0f} hours at "
-              f"{args.seconds_per_update} s an update")
+        updates, seconds = sum(run.updates for run in runs), args.seconds_per_update
+        if seconds is None and SUITES[args.suite][0] == "dmc" and args.preset != "laptop":
+            seconds = 1.5
+        print(f"# {len(runs)} runs, {updates:,} updates, " + (
+            f"{updates * seconds / 3600:,.0f} hours at {seconds} s an update" if seconds else
+            "hours with --seconds-per-update (benchmark/speed.py measures it)"))
         return 0
     for run in runs:
         if run.progress()[2]:

@@ -1,5 +1,6 @@
 """Sweeps, report and figures: the paper's numbers recovered, exact lists of runs, real runs from command to page."""
 
+import dataclasses
 import json
 import os
 import re
@@ -91,6 +92,10 @@ def finish(process, seconds=300):
     return process.returncode, out, error
 
 
+def rows_in(file):
+    return len(file.read_text().splitlines()) - 1 if file.exists() else 0
+
+
 def wait_for(condition, seconds=90):
     until = time.time() + seconds
     while not condition():
@@ -134,13 +139,35 @@ def test_a_failing_run_is_reported_and_does_not_stop_the_others(tmp_path):
 
 
 def test_stopping_a_sweep_checkpoints_its_runs(tmp_path):
-    process = start_sweep(tmp_path, "--seeds", "1", "--variants", "mooss", "--total-timesteps", "5000")
+    """The runs checkpoint only when told to."""
+    words = "--seeds 1 --variants mooss --total-timesteps 5000 --checkpoint-every 0 --log-every 5".split()
+    process = start_sweep(tmp_path, *words)
     folder = tmp_path / "Breakout__mooss__s1"
-    wait_for((folder / "checkpoint.pt").exists)
+    wait_for(lambda: rows_in(folder / "train.csv") > 1)
+    assert not (folder / "checkpoint.pt").exists()
     process.send_signal(signal.SIGINT)
     code, _, _ = finish(process)
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
-    assert code == 128 + signal.SIGINT and 20 <= state["step"] < 5000
+    assert code == 128 + signal.SIGINT and 40 <= state["step"] < 5000
+
+
+def test_a_sweep_refuses_a_folder_with_other_flags(tmp_path):
+    """Also one that is finished; but a longer DMC run holds the shorter one."""
+    def sweep_of(suite, task, *words):
+        return sweep.main([suite, "--only", task, "--variants", "base", "--seeds", "1", "--run-root", str(tmp_path),
+                           "--dry-run", *words])
+
+    for module, task, words in ((dmc, "reacher-easy", ["--total-timesteps", "500000"]), (atari, "Pong", [])):
+        flags = ["--env-id", task, "--exp-name", "base", "--aux-weight", "0", "--run-root", str(tmp_path), *words]
+        args = module.resolve_args(module.common.parse_args(module.Args, flags))
+        folder = module.common.RunFolder(args).path
+        folder.mkdir()
+        (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args)))
+    assert sweep_of("dmc100k", "reacher-easy") == sweep_of("atari100k", "Pong") == 0
+    with pytest.raises(sweep.common.UsageError, match="render_size was 100, is 50"):
+        sweep_of("dmc100k", "reacher-easy", "--preset", "laptop")
+    with pytest.raises(sweep.common.UsageError, match="total_timesteps was 100000, is 50000"):
+        sweep_of("atari100k", "Pong", "--total-timesteps", "50000")
 
 
 @pytest.fixture
@@ -166,10 +193,10 @@ def test_slurm_array_survives_the_time_limit_signal(tmp_path, slurm):
         return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
 
     words = ("--seeds 1 2 --variants mooss --cluster slurm --gpus 0 --threads 1 --memory-gb 2 --time-hours 0.5 "
-             "--total-timesteps 300 --log-every 5").split()
+             "--total-timesteps 300 --log-every 5 --checkpoint-every 0").split()
     process = start_sweep(tmp_path / "runs", *words, **slurm)
     folder = tmp_path / "runs" / "Breakout__mooss__s1"
-    wait_for(lambda: (folder / "train.csv").exists() and len((folder / "train.csv").read_text().splitlines()) > 1)
+    wait_for(lambda: rows_in(folder / "train.csv") > 0)
     job = ask("squeue", "--noheader", "--array", "--format=%i").split()
     job = sorted(job)[0]
     ask("scancel", "--signal=USR2", job)
