@@ -131,7 +131,8 @@ def figure_masks(module, agent, sequence, seed, out):
     grid = (args.seq_len // args.cube_len, side, side)
     ratio = args.mask_ratio or 0.5
     generator = torch.Generator().manual_seed(seed)
-    masks = {"walk": module.random_walk_masks(1, grid, ratio, generator)[0].numpy(),
+    walk = module.random_walk_masks(1, grid, ratio, generator, args.walk_connectivity, args.walk_root)[0]
+    masks = {"walk": walk.numpy(),
              "cube": module.uniform_cube_masks(1, grid, ratio, generator)[0].numpy()}
     figure, table = plt.subplots(5, grid[0], figsize=(1.7 * grid[0] + 1, 8.6), squeeze=False)
     for time in range(grid[0]):
@@ -154,6 +155,15 @@ def figure_masks(module, agent, sequence, seed, out):
     plt.close(figure)
 
 
+def by_distance(similarity, length):
+    """Each sequence's block (B, F, F), mean and spread over sequences for each temporal distance, mean of the rest."""
+    count = len(similarity) // length
+    blocks = similarity.view(count, length, count, length).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    values = [torch.cat([blocks.diagonal(k, 1, 2), blocks.diagonal(-k, 1, 2)], 1).mean(1) for k in range(length)]
+    others = (similarity.sum() - blocks.sum()) / (similarity.numel() - blocks.numel())
+    return blocks, *(np.array([getattr(v, name)().item() for v in values]) for name in ("mean", "std")), others.item()
+
+
 @torch.no_grad()
 def figure_similarity(module, agent, sequences, out):
     """Learned query-key similarity by temporal distance, and as a matrix of query and key time."""
@@ -171,14 +181,11 @@ def figure_similarity(module, agent, sequences, out):
     keys, = agent.key_states(obs)
     batch = (x.to(agent.device) for x in (obs * ~masks, keys, actions, rewards, *everything))
     _, similarity = agent.mooss_loss(*batch)
-    blocks = similarity.view(-1, length, len(sequences), length).diagonal(dim1=0, dim2=2).permute(2, 0, 1).cpu()
-    by_distance = [torch.cat([blocks.diagonal(k, 1, 2), blocks.diagonal(-k, 1, 2)], 1).mean(1) for k in range(length)]
-    mean, std = (np.array([getattr(values, name)().item() for values in by_distance]) for name in ("mean", "std"))
-    others = (similarity.sum() - blocks.to(similarity).sum()) / (similarity.numel() - blocks.numel())
+    blocks, mean, std, others = by_distance(similarity.cpu(), length)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
     left.plot(mean, marker="o", color="#1f77b4", label="keys of the same sequence")
     left.fill_between(range(length), mean - std, mean + std, alpha=0.2, color="#1f77b4")
-    left.axhline(others.item(), color="#7f7f7f", linestyle="--", label="keys of other sequences")
+    left.axhline(others, color="#7f7f7f", linestyle="--", label="keys of other sequences")
     left.axvline(args.temporal_window, color="#cccccc", linewidth=1)
     left.set(xlabel="temporal distance (agent steps)", ylabel="similarity q W k", title="mean ± spread over sequences")
     left.legend(fontsize=8)
@@ -210,7 +217,8 @@ def main(argv=None):
     figure_masks(module, agent, sequences[0], args.seed, out)
     if agent.args.aux_weight > 0:
         accuracy = figure_similarity(module, agent, sequences, out)
-        print(f"rank accuracy on these sequences: {accuracy:.3f} (chance 0.5)")
+        print(f"rank accuracy on these sequences: {accuracy:.3f} (chance 0.5)" if agent.args.temporal_window > 0 else
+              "no rank accuracy: with --temporal-window 0 there is nothing to rank")
     else:
         print("no similarity figure: a Base agent has neither decoder nor W")
     print(f"wrote {out}/states.png, masks.png" + (", similarity.png" if agent.args.aux_weight > 0 else ""))

@@ -16,7 +16,7 @@ import torch
 
 import rainbow_mooss_atari as atari
 import sac_mooss_dmc as dmc
-from conftest import ROOT, TINY, TINY_ATARI, make_dot_env, make_dot_game
+from conftest import ROOT, TINY, TINY_ATARI, make_dot_env, make_dot_game, tiny_agent, tiny_args
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import figures
@@ -365,3 +365,32 @@ def test_figures_of_two_agents_stand_side_by_side(tmp_path, monkeypatch, capsys)
         figures.main([*paths, *out])
     with pytest.raises(dmc.common.UsageError, match="at least one"):
         figures.main(out)
+def test_similarity_by_distance_reads_the_right_entries():
+    """Query (b, i) and key (c, j): 10 - |i - j| + b where b = c, -3 elsewhere; j later than i counts one more."""
+    length, count = 4, 3
+    similarity = torch.full((count * length, count * length), -3.0)
+    for b in range(count):
+        for i in range(length):
+            for j in range(length):
+                similarity[b * length + i, b * length + j] = 10 - abs(i - j) + b + (j > i)
+    blocks, mean, std, others = figures.by_distance(similarity, length)
+    assert blocks[1].tolist() == [[11, 11, 10, 9], [10, 11, 11, 10], [9, 10, 11, 11], [8, 9, 10, 11]]
+    assert mean.tolist() == [11, 10.5, 9.5, 8.5] and std.tolist() == [1, 1, 1, 1] and others == -3
+
+
+def test_masks_of_the_figure_are_the_agents_own(tmp_path, monkeypatch):
+    """The walk has the agent's root and connectivity."""
+    agent, seen = tiny_agent(tiny_args(walk_root="fixed", walk_connectivity=6)), []
+    draw = dmc.random_walk_masks
+    monkeypatch.setattr(dmc, "random_walk_masks", lambda *args: seen.append(draw(*args)[0]) or seen[-1][None])
+    frames = np.zeros((figures.LENGTH, 3, 3, 24, 24), np.uint8)
+    for seed in range(5):
+        figures.figure_masks(dmc, agent, (frames,), seed, tmp_path)
+    nodes = [mask.flatten().nonzero().flatten().tolist() for mask in seen]
+    root = seen[0].numel() // 2
+    assert all(root in visited for visited in nodes) and len({tuple(visited) for visited in nodes}) > 1
+    side = seen[0].shape[1]
+    step = {1, side, side * side}  # with 6 neighbours every visited node has a visited one beside it
+    assert all(any(abs(a - b) in step for b in visited) for visited in nodes for a in visited)
+
+
