@@ -31,6 +31,7 @@ PAPER = json.loads((HERE / "paper_scores.json").read_text())
 AUTHORS = json.loads((HERE / "authors_curves.json").read_text())
 TASKS = list(PAPER["dmc100k"])[:6]
 GAMES = [game for game in PAPER["atari100k"] if game[0] != "_"]
+MARKS = (100_000, 500_000)  # where the paper's tables stand
 COLOURS = {"base": "#7f7f7f", "mooss": "#1f77b4"}  # other variants take the rest of the palette in turn
 PALETTE = ("#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#e377c2", "#17becf", "#bcbd22")
 ABLATIONS = {  # title, key of the paper's numbers, {our variant: (row label, the paper's row)}
@@ -88,16 +89,21 @@ def read_run(path):
         for row in rows:
             scores[int(row["step"])].append(float(row["return"]))
             hours[int(row["step"])] = float(row["hours"])
+        accuracy = read_rank_accuracy(path / "train.csv") if args.get("temporal_window") != 0 else None  # no pairs
         run = Run(args["env_id"], args["exp_name"], args["seed"], "multi_step" in args, args["preset"],
-                  args["total_timesteps"], dict(scores), hours, read_rank_accuracy(path / "train.csv"))
+                  args["total_timesteps"], dict(scores), hours, accuracy)
+        whole = [step for step, returns in scores.items() if len(returns) >= args["eval_episodes"]]
     except FileNotFoundError as error:
         return f"no {Path(error.filename).name}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"not a run of these scripts ({type(error).__name__}: {error})"
     last = max(run.scores, default=0)
-    if last < run.total or len(run.scores[last]) < args["eval_episodes"]:
+    if last in whole and last >= run.total:
+        return run
+    marks = [step for step in MARKS if step in whole and not run.atari]  # a run to 500k stands at 100k on its way
+    if not marks:
         return f"incomplete: step {last:,} of {run.total:,}"
-    return run
+    return dataclasses.replace(run, scores={step: scores[step] for step in scores if step <= max(marks)})
 
 
 def read_rank_accuracy(path):
@@ -111,22 +117,24 @@ def read_rank_accuracy(path):
 
 def read_runs(paths):
     """All finished runs below the paths, and the folders that were skipped with their reasons."""
-    runs, skipped = [], []
+    runs, skipped = {}, []
     for path in map(Path, paths):
         inside = sorted(child for child in path.iterdir() if child.is_dir() and child.name not in ("logs",)) \
             if path.is_dir() and not (path / "args.json").exists() else []
         for folder in inside or [path]:
             run = read_run(folder)
-            if isinstance(run, Run):
-                runs.append(run)
-            else:
+            if isinstance(run, str):
                 skipped.append((str(folder), run))
-    return runs, skipped
+                continue
+            first, _ = runs.setdefault((run.preset, run.task, run.variant, run.seed), (folder, run))
+            if first.resolve() != folder.resolve():
+                skipped.append((str(folder), f"the same preset, task, variant and seed as {first}"))
+    return [run for _, run in runs.values()], skipped
 
 
 def report_steps(run):
     """The steps at which a run stands in a table: the benchmark's, or its own end where it is shorter."""
-    marks = [100_000] if run.atari else [100_000, 500_000]
+    marks = MARKS[:1] if run.atari else MARKS
     return [step for step in marks if step in run.scores] or [max(run.scores)]
 
 
@@ -179,7 +187,7 @@ class Document:
     """Blocks that become Markdown and HTML."""
 
     def __init__(self, out):
-        self.out, self.blocks = Path(out), []
+        self.out, self.blocks, self.suffix = Path(out), [], ""
         self.out.mkdir(parents=True, exist_ok=True)
 
     def heading(self, text):
@@ -192,7 +200,7 @@ class Document:
         self.blocks.append(("table", header, rows))
 
     def figure(self, name, figure, caption):
-        buffer = io.BytesIO()
+        name, buffer = name + self.suffix, io.BytesIO()
         figure.savefig(buffer, dpi=130, bbox_inches="tight")
         plt.close(figure)
         (self.out / f"{name}.png").write_bytes(buffer.getvalue())
@@ -328,7 +336,8 @@ def atari_section(document, runs, step, resamples):
         return
     variants = order(cells)
     document.heading(f"Atari, {step:,} interactions")
-    document.text("Raw scores; ours: mean ± standard deviation over seeds (seeds x games each).")
+    document.text("Raw scores; ours: mean ± standard deviation over seeds (seeds x games each). What says (paper) "
+                  "is published, at full size after 100,000 interactions.")
     columns = ["MOOSS", "Base", "MLR", "Random", "Human"]
     present = {task for variant in variants for task in cells[variant]}
     games = [game for game in GAMES if step == 100_000 or game in present] + sorted(present - set(GAMES))
@@ -336,21 +345,24 @@ def atari_section(document, runs, step, resamples):
         [game, *(cell(cells[variant].get(game)) for variant in variants),
          *(PAPER["atari100k"].get(game, {}).get(name, "-") for name in columns)] for game in games])
     iqm, gap = PAPER["atari100k"]["_iqm"], PAPER["atari100k"]["_optimality_gap"]
-    rows = [[f"{name} (paper)", iqm[name], gap[name], "3 x 26"] for name in ("MLR", "Base", "MOOSS")]
-    profiles = {}
+    functions, rows, profiles = (metrics.aggregate_iqm, metrics.aggregate_optimality_gap), [], {}
+    for name in ("MLR", "Base", "MOOSS"):
+        rows.append([f"{name} (paper)", iqm[name], gap[name], "3 x 26"])
+        means = np.array([[human_normalised(game, PAPER["atari100k"][game][name]) for game in GAMES]])
+        rows.append([f"{name}, from its scores (paper)", *estimates(means, functions, 1, 3), "1 x 26"])
     for variant in variants:
         known = {game: [human_normalised(game, score) for score, _ in cells[variant][game]] for game in games
                  if game in GAMES and cells[variant].get(game)}
         if known:
             matrix = seed_matrix(known)
-            functions = (metrics.aggregate_iqm, metrics.aggregate_optimality_gap)
             rows.append([variant, *estimates(matrix, functions, resamples, 3),
                          f"{matrix.shape[0]} x {matrix.shape[1]}"])
             if matrix.size > 1:
                 profiles[variant] = matrix
     document.table(["human-normalised", "IQM", "optimality gap", "seeds x games"], rows)
     document.text("Intervals: stratified bootstrap over seeds, 95% (rliable). An aggregate over fewer than 26 games "
-                  "does not compare with the paper's.")
+                  "does not compare with the paper's. The published scores, means over seeds, give the published "
+                  "aggregates of MLR and MOOSS to 0.005, but not those of Base.")
     if profiles:
         taus = np.linspace(0, 2, 81)
         shares, intervals = library.create_performance_profile(profiles, taus, reps=min(resamples, 2000))
@@ -402,15 +414,19 @@ def curves_section(document, runs, resamples):
 
 def ablation_sections(document, runs):
     """The paper's ablation tables at 100k steps, its rows beside ours; only where a variant of the table was run."""
-    dmc = [run for run in runs if not run.atari]
-    for step in sorted({step for run in dmc for step in report_steps(run) if step <= 100_000}):
-        cells = group(dmc, step)
+    for step in sorted({step for run in runs for step in report_steps(run) if step <= 100_000}):
+        cells = group(runs, step)
         for key, (title, variants) in ABLATIONS.items():
             own = [name for name in variants if name not in ("base", "mooss") and cells.get(name)]
             if not own:
                 continue
             document.heading(f"Ablation: {title} ({step:,} steps)")
             numbers, rows, means = PAPER.get(key, {}), [], {}
+            if numbers:
+                document.text("Rows marked paper are the published ones, at full size after 100,000 steps.")
+            if "L6_p0" in numbers:
+                mean = np.mean([numbers["L6_p0"][task]["mean"] for task in TASKS])
+                document.text(f"The printed mean of L = 6, p = 0 is not the mean of its cells, which is {mean:.1f}.")
             if key == "ablation_mask_ratio":
                 document.text("The paper's figure does not give its mask ratios; these are ours.")
             for variant, (label, paper_row) in variants.items():
@@ -443,13 +459,21 @@ def main(argv=None):
     document = Document(args.out)
     tasks = {run.task for run in runs}
     document.text(f"Finished runs: {len(runs)}. Tasks: {len(tasks)}. Folders skipped: {len(skipped)}.")
-    for step in sorted({step for run in runs if not run.atari for step in report_steps(run)}):
-        dmc_section(document, [run for run in runs if not run.atari], step, args.bootstrap)
-    for step in sorted({step for run in runs if run.atari for step in report_steps(run)}):
-        atari_section(document, [run for run in runs if run.atari], step, args.bootstrap)
-    ablation_sections(document, runs)
+    presets = sorted({run.preset for run in runs}, key=lambda name: (name != "paper", name))
+    for preset in presets:  # runs of different sizes share no cell
+        if presets != ["paper"]:
+            document.heading(f"Preset {preset}")
+            settings = "the paper's settings" if preset == "paper" else f"--preset {preset}, not the paper's settings"
+            document.text(f"Our runs in this part have {settings}; numbers of paper and authors are their own.")
+        document.suffix = f"_{preset}" if len(presets) > 1 else ""
+        dmc, atari = ([run for run in runs if run.preset == preset and run.atari == kind] for kind in (False, True))
+        for step in sorted({step for run in dmc for step in report_steps(run)}):
+            dmc_section(document, dmc, step, args.bootstrap)
+        for step in sorted({step for run in atari for step in report_steps(run)}):
+            atari_section(document, atari, step, args.bootstrap)
+        ablation_sections(document, dmc)
+        curves_section(document, dmc + atari, args.bootstrap)
     runs_section(document, runs)
-    curves_section(document, runs, args.bootstrap)
     if skipped:
         document.heading("Skipped")
         document.table(["folder", "reason"], skipped)
