@@ -339,7 +339,7 @@ def main(argv=None):
     if speed.growth:
         print("\n| against | value | stage | ms | MB |\n|---|---|---|---|---|")
         for row in result["growth"]:
-            print(f"| {row['what']} | {row['value']} | {row['stage']} | {row['ms']:.2f} | {row['mb']:.1f} |")
+            print(f"| {row['what']} | {row['value']} | {row['stage']} | {row['ms']:.3f} | {row['mb']:.1f} |")
     return 0
 
 
