@@ -266,8 +266,7 @@ class RunFolder:
 def refuse_other_args(source, saved, args):
     """A run continues with the flags it began with; the sentence names what differs."""
     saved, now = (json.loads(json.dumps(values)) for values in (saved, dataclasses.asdict(args)))
-    longer = now["total_timesteps"] >= saved["total_timesteps"] and "priority_correction" not in now  # a schedule
-    free = FREE_TO_CHANGE | ({"total_timesteps"} if longer else set())
+    free = FREE_TO_CHANGE | (set() if "priority_correction" in now else {"total_timesteps"})  # Atari has a schedule
     differs = [f"{name} was {saved.get(name)!r}, is {now.get(name)!r}" for name in sorted(now.keys() | saved.keys())
                if name not in free and now.get(name) != saved.get(name)]
     require(not differs, f"{source} was made with other settings ({'; '.join(differs)}): repeat the run's own flags")

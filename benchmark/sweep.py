@@ -8,6 +8,7 @@
 Repeat the same command as often as you like: finished runs are skipped, interrupted ones continue.
 """
 
+import contextlib
 import csv
 import dataclasses
 import itertools
@@ -139,14 +140,9 @@ def build_runs(args, passed):
 
 
 def refuse_other_flags(path, args):
-    """Before anything starts: a folder of this name holds a run with these flags. A longer DMC run has the shorter one
-    in it."""
-    try:
-        saved = json.loads((path / "args.json").read_text())
-        longer = 0 if "multi_step" in saved else saved["total_timesteps"]  # an Atari run's length is in its schedule
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # not begun, or damaged: the script will say so
-    common.refuse_other_args(path, saved, dataclasses.replace(args, total_timesteps=max(args.total_timesteps, longer)))
+    """Before anything starts: a folder of this name holds a run with these flags."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # not begun or damaged: the script's word
+        common.refuse_other_args(path, json.loads((path / "args.json").read_text()), args)
 
 
 def count_updates(args):

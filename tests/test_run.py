@@ -111,9 +111,10 @@ def test_same_seed_gives_the_same_run_and_another_seed_another(tmp_path, dot_env
     assert rows(folder(tmp_path / "a") / "train.csv") != rows(other / "train.csv")
 
 
-@pytest.mark.parametrize("stop_at", [7, 33, 45])
-def test_resumed_run_equals_uninterrupted_run(tmp_path, monkeypatch, stop_at):
-    """Stopped by a signal in the middle of an episode: random phase, learning, and after the replay has wrapped."""
+@pytest.mark.parametrize("stop_at,planned", [(7, 120), (33, 120), (45, 120), (33, 200)])
+def test_resumed_run_equals_uninterrupted_run(tmp_path, monkeypatch, stop_at, planned):
+    """Stopped by a signal in the middle of an episode: random phase, learning, and after the replay has wrapped. A run
+    that was planned to be longer ends like one that was not."""
     monkeypatch.setattr(dmc, "make_env", make_dot_env)
     run(tmp_path / "whole", buffer_size=40)
     steps = []
@@ -128,7 +129,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, monkeypatch, stop_at):
     import gymnasium as gym
     monkeypatch.setattr(dmc, "make_env", lambda args, device: gym.wrappers.FrameStackObservation(
         Interrupted(args.render_size), args.frame_stack, padding_type="reset"))
-    assert run(tmp_path / "parts", buffer_size=40) == 128 + signal.SIGTERM
+    assert run(tmp_path / "parts", buffer_size=40, total_timesteps=planned) == 128 + signal.SIGTERM
     state = torch.load(folder(tmp_path / "parts") / "checkpoint.pt", weights_only=True)
     assert 0 < state["agent_step"] < 60
     monkeypatch.setattr(dmc, "make_env", make_dot_env)
@@ -161,6 +162,7 @@ def test_a_finished_run_can_be_continued_further(tmp_path, dot_env):
     assert_same_run(folder(tmp_path / "long"), folder(tmp_path / "short"))
     before = (folder(tmp_path / "short") / "checkpoint.pt").stat().st_mtime_ns
     assert run(tmp_path / "short", resume=True) == 0  # finished: nothing is done twice
+    assert run(tmp_path / "short", resume=True, total_timesteps=40) == 0
     assert (folder(tmp_path / "short") / "checkpoint.pt").stat().st_mtime_ns == before
     assert_same_run(folder(tmp_path / "long"), folder(tmp_path / "short"))
 
