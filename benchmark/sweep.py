@@ -140,8 +140,9 @@ def build_runs(args, passed):
 
 
 def refuse_other_flags(path, args):
-    """Before anything starts: a folder of this name holds a run with these flags."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # not begun or damaged: the script's word
+    """Before anything starts: a folder of this name holds a run with these flags. A run that is not begun or damaged
+    is left to the script."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         common.refuse_other_args(path, json.loads((path / "args.json").read_text()), args)
 
 
