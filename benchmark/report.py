@@ -467,8 +467,10 @@ def main(argv=None):
             document.text(f"Our runs in this part have {settings}; numbers of paper and authors are their own.")
         document.suffix = f"_{preset}" if len(presets) > 1 else ""
         dmc, atari = ([run for run in runs if run.preset == preset and run.atari == kind] for kind in (False, True))
-        for step in sorted({step for run in dmc for step in report_steps(run)}):
-            dmc_section(document, dmc, step, args.bootstrap)
+        ends = collections.Counter(step for run in dmc for step in report_steps(run))
+        for step in sorted(ends):
+            if step in MARKS or ends[step] > 1:  # a run with an end of its own stands in the list of runs alone
+                dmc_section(document, dmc, step, args.bootstrap)
         for step in sorted({step for run in atari for step in report_steps(run)}):
             atari_section(document, atari, step, args.bootstrap)
         ablation_sections(document, dmc)

@@ -324,6 +324,17 @@ def test_report_shows_the_shorter_benchmark_of_a_run_that_goes_on(tmp_path):
     assert "| finger-spin | 601.5 (1 x 4) |" in text and "incomplete: step 50,000 of 500,000" in text
 
 
+def test_report_gives_a_length_of_one_run_alone_no_section(tmp_path):
+    """A mean over one run that stopped anywhere says nothing; lengths that runs share do have their table."""
+    write_run(tmp_path / "runs", "finger-spin", "mooss", 1, {25_146: 600}, total=25_146)
+    for task in ("reacher-easy", "walker-walk"):
+        write_run(tmp_path / "runs", task, "mooss", 1, {50_000: 600}, total=50_000)
+    assert report.main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--bootstrap", "50"]) == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert re.findall(r"## DeepMind Control, (.*) env", text) == ["50,000"]
+    assert "| finger-spin | mooss | 1 | paper | 25,146 | 0.3 | 4 | 601.5 | - | - |" in text
+
+
 def test_report_gives_no_rank_accuracy_where_there_is_nothing_to_rank(tmp_path):
     for name, window in (("window0", 0), ("window2", 2)):
         write_run(tmp_path / "runs", "finger-spin", name, 1, {100_000: 600}, temporal_window=window)
