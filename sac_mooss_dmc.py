@@ -408,6 +408,10 @@ def mlp(inputs, hidden, outputs):
                          nn.Linear(hidden, outputs))
 
 
+LOG_STD_MIN = -10
+LOG_STD_MAX = 2
+
+
 class Actor(nn.Module):
     """Tanh-squashed Gaussian policy on the critic's conv features."""
 
@@ -417,8 +421,9 @@ class Actor(nn.Module):
         self.head = mlp(state_dim, hidden_dim, 2 * action_dim)
 
     def forward(self, features):
-        mean, log_std = self.head(self.projection(features)).float().chunk(2, dim=-1)
-        return mean, -10 + 6 * (torch.tanh(log_std) + 1)  # log-std in [-10, 2]
+        outputs = self.head(self.projection(features)).to(self.head[0].weight.dtype)  # out of bf16
+        mean, log_std = outputs.chunk(2, dim=-1)
+        return mean, LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1) / 2
 
     def sample(self, features, noise):
         """Action and log-probability (B, 1) for standard normal `noise` (B, A), in fp32."""
@@ -438,7 +443,7 @@ class Critic(nn.Module):
 
     def forward(self, state, action):
         state_action = torch.cat([state, action], dim=-1)
-        return [head(state_action).float() for head in self.heads]
+        return [head(state_action).to(action.dtype) for head in self.heads]  # out of bf16
 
 
 class PredictiveDecoder(nn.Module):
@@ -608,14 +613,14 @@ class Agent(nn.Module):
 
     def key_states(self, obs):
         with torch.no_grad(), self.autocast():
-            return self.key_encoder(obs).float(),  # (B*F, d)
+            return self.key_encoder(obs).to(self.bilinear.dtype),  # (B*F, d)
 
     def mooss_loss(self, masked_obs, keys, actions, rewards):
         """L_MOOSS of a batch of sequences, and the similarity matrix (B*F, B*F) it ranks."""
         args = self.args
         with self.autocast():
             states = self.critic.encoder(masked_obs).view(-1, args.seq_len, args.state_dim)
-            queries = self.decoder(states, actions, rewards).flatten(0, 1).float()
+            queries = self.decoder(states, actions, rewards).flatten(0, 1).to(self.bilinear.dtype)
         if args.normalize_embeddings:  # D3
             queries, keys = F.normalize(queries, dim=1, eps=1e-3), F.normalize(keys, dim=1, eps=1e-3)
         similarity = queries @ self.bilinear @ keys.T  # (B*F, B*F)
@@ -667,20 +672,8 @@ class Agent(nn.Module):
             self.mooss_step(replay, update, log)
 
         if update % args.actor_update_freq == 0:  # D12
-            actor_loss, alpha_loss, entropy = self.actor_loss(obs, noise[1])
-            self.optimizers["actor"].zero_grad()
-            self.optimizers["alpha"].zero_grad()
-            (actor_loss + alpha_loss).backward(inputs=[*self.actor.parameters(), self.log_alpha])
-            self.optimizers["actor"].step()
-            self.optimizers["alpha"].step()
-            metrics |= {"losses/actor": actor_loss.detach(), "losses/alpha": alpha_loss.detach(),
-                        "sac/entropy": entropy.detach(), "sac/alpha": self.log_alpha.detach().exp()}
-
-        if update % args.critic_target_update_freq == 0:
-            ema_update(self.critic_target.heads, self.critic.heads, args.critic_ema)
-            ema_update(self.critic_target.encoder, self.critic.encoder, args.critic_encoder_ema)
-        if args.aux_weight > 0 and update % args.target_update_period == 0:  # D8
-            ema_update(self.key_encoder, self.critic.encoder, args.target_ema)
+            self.actor_step(obs, noise[1])
+        self.update_targets(update)
         common.flag_non_finite(self.non_finite, metrics)
 
     def mooss_step(self, replay, update, log):
@@ -709,6 +702,27 @@ class Agent(nn.Module):
                              "mooss/top1_accuracy": (similarity.argmax(1) == own).float().mean(),
                              "mooss/rank_accuracy": rank_accuracy(similarity, args.seq_len, args.temporal_window)}
             self.last_mooss_step = (newest, masks[:args.seq_len], similarity)  # for the pictures
+
+
+    def actor_step(self, obs, noise):
+        """A step of actor and temperature; the losses' gradients stop at the critic, which is not theirs to move."""
+        actor_loss, alpha_loss, entropy = self.actor_loss(obs, noise)
+        self.optimizers["actor"].zero_grad()
+        self.optimizers["alpha"].zero_grad()
+        (actor_loss + alpha_loss).backward(inputs=[*self.actor.parameters(), self.log_alpha])
+        self.optimizers["actor"].step()
+        self.optimizers["alpha"].step()
+        self.metrics |= {"losses/actor": actor_loss.detach(), "losses/alpha": alpha_loss.detach(),
+                         "sac/entropy": entropy.detach(), "sac/alpha": self.log_alpha.detach().exp()}
+
+    def update_targets(self, update):
+        """Move the target critic and the key encoder towards the networks they follow."""
+        args = self.args
+        if update % args.critic_target_update_freq == 0:
+            ema_update(self.critic_target.heads, self.critic.heads, args.critic_ema)
+            ema_update(self.critic_target.encoder, self.critic.encoder, args.critic_encoder_ema)
+        if args.aux_weight > 0 and update % args.target_update_period == 0:  # D8
+            ema_update(self.key_encoder, self.critic.encoder, args.target_ema)
 
 
 # The agent of a checkpoint file, and its step: `agent, step = load_agent(path)`.
