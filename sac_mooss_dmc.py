@@ -246,7 +246,7 @@ class SequenceReplay:
     def sample_rows(self, count, length=1):
         """Uniform start rows, each followed by `length` rows of its own episode, its frames not yet overwritten.
 
-        Rows that fail are drawn again: few do, and the rest stay uniform. (count,)
+        Rows that fail are drawn again: few do, and the rest stay uniform (D16, D17). (count,)
         """
         oldest, firsts, found = max(0, self.rows - self.capacity), self.first_rows.numpy(), np.zeros(0, np.int64)
         for _ in range(10_000):
@@ -291,7 +291,7 @@ def augment(replay, rows, args, device, intensity, crop_per_sequence=False, out=
     margin = args.render_size - args.image_size
     if "crop" in args.augmentations:
         shape = (len(rows), 1) if crop_per_sequence else rows.shape
-        top, left = torch.randint(margin + 1, (2, *shape), device=replay.device)
+        top, left = torch.randint(margin + 1, (2, *shape), device=replay.device)  # D15
     else:
         top, left = torch.full((2, *rows.shape), margin // 2, device=replay.device)
     pixels = replay.observations(rows, top, left, args.image_size).flatten(0, -4)  # uint8 until here
@@ -561,7 +561,7 @@ class Agent(nn.Module):
         self.critic = Critic(encoder, args.state_dim, args.hidden_dim, action_dim).apply(init_weights)
         self.actor = Actor(encoder.features, args.state_dim, args.hidden_dim, action_dim).apply(init_weights)
         self.critic_target = copy.deepcopy(self.critic).requires_grad_(False)
-        self.log_alpha = nn.Parameter(torch.tensor(math.log(args.init_temperature)))
+        self.log_alpha = nn.Parameter(torch.tensor(math.log(args.init_temperature)))  # D18
         if args.aux_weight > 0:
             self.key_encoder = copy.deepcopy(encoder).requires_grad_(False)
             self.decoder = PredictiveDecoder(args.state_dim, action_dim, args.decoder_depth, args.decoder_heads,
@@ -782,7 +782,7 @@ def main(args):
             step=step, agent_step=agent_step, update=update, episode=episode, last_eval=last_eval,
             actions=torch.tensor(np.array(actions, np.float32)), agent_shape=(obs_shape, action_dim)))
 
-    # An episode is its seed and its actions: to restore one that was half played, play it again.
+    # An episode is its seed (D19) and its actions: to restore one that was half played, play it again.
     obs, _ = env.reset(seed=common.derive_seed(args.seed, "training", episode))
     episode_return = 0.0
     for action in actions:
