@@ -636,7 +636,8 @@ def project_distribution(probabilities, rewards, discounts, support):
 # ------------------------------------------------------------------------------------------------- agent
 METRICS = ("charts/episodic_return", "charts/learning_rate", "losses/rl", "losses/mooss", "rainbow/q",
            "rainbow/priority", "rainbow/is_exponent", "rainbow/grad_norm", "mooss/grad_norm", "mooss/mask_fraction",
-           "mooss/valid_fraction", "mooss/top1_accuracy", "mooss/rank_accuracy")
+           "mooss/valid_fraction", "mooss/top1_accuracy", "mooss/rank_accuracy", "encoder/state_std",
+           "encoder/dead_features")
 
 
 class Agent(nn.Module):
@@ -725,6 +726,17 @@ class Agent(nn.Module):
                                          args.level_reduction, weights, valid)
         return loss, similarity
 
+    @torch.no_grad()
+    def encoder_metrics(self, obs):
+        """How far states of a batch differ from each other (Base has no states: its features), and which share of
+        conv features is zero on all of it."""
+        with self.autocast():
+            features = self.online.features(obs)
+            states = self.online.projection(features) if self.args.aux_weight > 0 else features
+            convs = self.online.convs(obs)
+        return {"encoder/state_std": states.std(0).mean(),
+                "encoder/dead_features": (convs == 0).all(0).float().mean()}
+
     def update(self, replay, update, beta, log):
         """One update: RL on the first step of each sequence, MOOSS on all of them, one backward, target copy. With
         the replay on the same device, nothing here waits for it."""
@@ -747,6 +759,8 @@ class Agent(nn.Module):
         loss = (weights * losses).mean()
         metrics |= {"losses/rl": loss.detach(), "rainbow/q": q, "rainbow/priority": priorities.mean(),
                     "rainbow/is_exponent": beta, "charts/learning_rate": args.learning_rate}
+        if log:
+            metrics |= self.encoder_metrics(obs)
         if args.aux_weight > 0:
             keys, = self.key_states(random_intensity(random_crop(stacks, args), args, self.obs_buffer))
             pixels, masks = random_crop(stacks, args), self.masks(update)

@@ -547,7 +547,7 @@ def ema_update(target, online, m):
 # ------------------------------------------------------------------------------------------------- agent
 METRICS = ("charts/episodic_return", "losses/critic", "losses/actor", "losses/alpha", "losses/mooss", "sac/alpha",
            "sac/entropy", "sac/q1", "sac/q2", "sac/target_q", "mooss/grad_norm", "mooss/lr", "mooss/mask_fraction",
-           "mooss/top1_accuracy", "mooss/rank_accuracy", "charts/rl_lr")
+           "mooss/top1_accuracy", "mooss/rank_accuracy", "charts/rl_lr", "encoder/state_std", "encoder/dead_features")
 
 
 class Agent(nn.Module):
@@ -641,6 +641,15 @@ class Agent(nn.Module):
         alpha_loss = (alpha * (-log_prob.detach() + self.action_dim)).mean()  # target entropy -A
         return actor_loss, alpha_loss, -log_prob.mean()
 
+    @torch.no_grad()
+    def encoder_metrics(self, obs):
+        """How far states of a batch differ from each other, and which share of conv features is zero on all of it."""
+        with self.autocast():
+            features = self.critic.encoder.convs(obs)
+            states = self.critic.encoder.projection(features)
+        return {"encoder/state_std": states.std(0).mean(),
+                "encoder/dead_features": (features == 0).all(0).float().mean()}
+
     def aux_learning_rate(self, update):
         """D7: a linear rise from 0.0005 of the rate to all of it, then a fall with the square root of time."""
         warmup = self.args.aux_warmup_steps
@@ -667,6 +676,8 @@ class Agent(nn.Module):
         self.optimizers["critic"].step()
         metrics |= {"losses/critic": loss.detach(), "sac/q1": q1.detach(), "sac/q2": q2.detach(),
                     "sac/target_q": target, "charts/rl_lr": args.rl_lr}
+        if log:
+            metrics |= self.encoder_metrics(obs)
 
         if args.aux_weight > 0:
             self.mooss_step(replay, update, log)
@@ -702,7 +713,6 @@ class Agent(nn.Module):
                              "mooss/top1_accuracy": (similarity.argmax(1) == own).float().mean(),
                              "mooss/rank_accuracy": rank_accuracy(similarity, args.seq_len, args.temporal_window)}
             self.last_mooss_step = (newest, masks[:args.seq_len], similarity)  # for the pictures
-
 
     def actor_step(self, obs, noise):
         """A step of actor and temperature; the losses' gradients stop at the critic, which is not theirs to move."""

@@ -250,6 +250,20 @@ def test_every_variant_updates_with_finite_losses(changes):
     assert not same, f"not trained: {same}"
 
 
+def test_encoder_metrics_show_a_collapse():
+    """Equal observations have no spread; an encoder whose last biases are very negative is dead."""
+    agent = tiny_agent(tiny_args())
+    obs = torch.rand(6, 9, 21, 21)
+    with torch.no_grad():
+        states = agent.critic.encoder(obs)
+    metrics = agent.encoder_metrics(obs)
+    assert float(metrics["encoder/state_std"]) == pytest.approx(states.std(0).mean().item(), rel=1e-5)
+    assert 0 <= float(metrics["encoder/dead_features"]) < 0.5
+    assert float(agent.encoder_metrics(obs[:1].expand(6, -1, -1, -1))["encoder/state_std"]) < 1e-6
+    agent.critic.encoder.convs[-3].bias.data.fill_(-1e6)
+    assert float(agent.encoder_metrics(obs)["encoder/dead_features"]) == 1.0
+
+
 def test_bf16_keeps_logits_and_log_probabilities_in_fp32():
     args = tiny_args(amp="bf16")
     agent = tiny_agent(args)

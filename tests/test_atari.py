@@ -447,3 +447,17 @@ def test_compiled_losses_equal_eager_ones_in_value_and_gradient():
         assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
         assert sum(float(grad.abs().sum()) > 0 for grad in results[0][1]) > 5
         assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(results[0][1], results[1][1]))
+
+
+@pytest.mark.parametrize("aux_weight", [0.1, 0.0])
+def test_encoder_metrics_show_a_collapse(aux_weight):
+    """Base has no states: the spread is that of its features."""
+    agent = tiny_atari_agent(tiny_atari_args(aux_weight=aux_weight))
+    obs = torch.rand(6, 4, 28, 28)
+    with torch.no_grad():
+        states = agent.online.state(obs) if aux_weight else agent.online.features(obs)
+    metrics = agent.encoder_metrics(obs)
+    assert float(metrics["encoder/state_std"]) == pytest.approx(states.std(0).mean().item(), rel=1e-5)
+    assert 0 <= float(metrics["encoder/dead_features"]) < 0.5
+    agent.online.convs[-3].bias.data.fill_(-1e6)
+    assert float(agent.encoder_metrics(obs)["encoder/dead_features"]) == 1.0
