@@ -93,7 +93,7 @@ class ProbeArgs:
     task: Literal["reacher-easy", "ball_in_cup-catch", "cartpole-swingup"] = "reacher-easy"  # task of the suite
     seeds: int = 12  # paired seeds, 1 and on
     updates: int = 1500  # updates of a MOOSS run
-    time_factor: float = 2.5  # updates that Base makes in the time of one of MOOSS, measured beforehand
+    time_factor: float = 1.75  # updates that Base makes in the time of one of MOOSS, measured beforehand
     episodes: int = 150  # episodes of the probe set; two thirds to fit, one third to score
     replay_episodes: int = 40  # episodes in each of the two replays
     batch_size: int = 128  # transitions an update
