@@ -1,28 +1,39 @@
-"""MOOSS on Atari-100k: Rainbow from pixels with a masked, ranked temporal contrastive loss beside it.
+"""MOOSS on Atari-100k: Rainbow from pixels with a masked, ranked temporal contrastive loss beside
+it. Paper: Sun et al., "MOOSS: Mask-Enhanced Temporal Contrastive Learning for Smooth State
+Evolution in Visual Reinforcement Learning" (WACV 2025).
 
-Paper: Sun et al., "MOOSS: Mask-Enhanced Temporal Contrastive Learning for Smooth State Evolution in Visual RL" (2025).
-Numbers such as `D3` and `A1` point to the ledger of details in the README.
+Marks such as `D3` and `A1` point to the ledger of details, which the README links.
 
-    python rainbow_mooss_atari.py --env-id Pong --seed 1                       # the paper's run: a GPU and some hours
-    python rainbow_mooss_atari.py --env-id Pong --preset laptop --total-timesteps 15000   # two CPU cores: an hour
-    python rainbow_mooss_atari.py --env-id Pong --aux-weight 0 --exp-name base # the paper's Base agent
-    python rainbow_mooss_atari.py --env-id Pong --seed 1 --resume              # go on after a stop of any kind
+    # two CPU cores, about an hour
+    python rainbow_mooss_atari.py --env-id RoadRunner --preset laptop --total-timesteps 15000
+    # the paper's run: a GPU and some hours
+    python rainbow_mooss_atari.py --env-id Pong --seed 1
+    # the paper's Base agent: the same without MOOSS
+    python rainbow_mooss_atari.py --env-id Pong --aux-weight 0 --exp-name base
+    # go on after a stop of any kind
+    python rainbow_mooss_atari.py --env-id Pong --seed 1 --resume
+    # evaluate a saved agent and film it
     python rainbow_mooss_atari.py --eval-only --checkpoint runs/Pong__mooss__s1/checkpoint.pt
+    # watch a run
     tensorboard --logdir runs
+
+Letters in the comments on shapes: B batch, F frames of a sequence, C channels, H and W height and
+width, d dimension of a state, n steps of a return, L temporal window.
 """
 
 import os
+import signal
 
-# On some virtual CPUs oneDNN picks AMX for bf16 and the process dies; it reads this when torch is imported.
+# On some virtual CPUs oneDNN picks AMX for bf16 and the process dies; torch reads this on import.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+if __name__ == "__main__":  # until there is something to save, Ctrl-C leaves quietly
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import concurrent.futures
 import copy
 import dataclasses
-import functools
-import json
 import math
 import re
-from pathlib import Path
 from typing import Literal
 
 import gymnasium as gym
@@ -33,26 +44,29 @@ import torch.nn.functional as F
 
 import mooss_common as common
 
-SCRIPT = "rainbow_mooss_atari"  # what a checkpoint says it was written by
 
-
+# --------------------------------------------------------------------------------------- arguments
 @dataclasses.dataclass
 class Args:
-    """Rainbow + MOOSS on Atari-100k. Unset flags take the paper's value for the game, unless --preset says else."""
+    """Rainbow + MOOSS on Atari-100k.
 
-    env_id: str = "Pong"  # game: Pong, ALE/Pong-v5 and PongNoFrameskip-v4 name the same one
+    A default of None means: the value of the preset, else the paper's value for the game.
+    """
+
+    # game: Pong, ALE/Pong-v5 and PongNoFrameskip-v4 name the same one
+    env_id: str = "Pong"
     seed: int = 1  # of networks, environment, replay and masks
     exp_name: str = "mooss"  # name of the variant, part of the run folder's name
     run_root: str = "runs"  # folder that holds the run folders
-    preset: Literal["paper", "laptop"] = "paper"  # the table / CPU sizes
-    total_timesteps: int = 100_000  # length of the run (agent steps: the benchmark's interactions)
-    eval_every: int = 0  # time between evaluations (agent steps); 0: only at the end, as the benchmark
-    eval_episodes: int | None = None  # full games per evaluation (paper: 100)
+    preset: Literal["paper", "laptop"] = "paper"  # the paper's table, or sizes for a CPU
+    total_timesteps: int = 100_000  # length of the run (agent steps, called interactions)
+    eval_every: int = 0  # time between evaluations (agent steps); 0: only at the end
+    eval_episodes: int = None  # full games per evaluation
     eval_epsilon: float = 0.001  # share of random actions when evaluating
-    checkpoint_every: int = 5000  # time between checkpoints (agent steps); 0: only at the end and on a signal
+    checkpoint_every: int = 5000  # time between checkpoints (agent steps); 0: only at the end
     log_every: int = 100  # time between rows of train.csv (updates)
     resume: bool = False  # continue the run in its folder; begin it if there is none
-    eval_only: bool = False  # evaluate --checkpoint, write eval_only.csv and a video beside it, and leave
+    eval_only: bool = False  # evaluate and film the agent of --checkpoint, and leave
     checkpoint: str | None = None  # checkpoint file for --eval-only
     capture_video: bool = False  # save an mp4 of the first game of every evaluation
     track: bool = False  # log to Weights & Biases too
@@ -60,10 +74,10 @@ class Args:
     wandb_entity: str | None = None  # W&B team or user
     wandb_group: str | None = None  # W&B group of runs
     device: str = "auto"  # auto, cpu, cuda or cuda:N
-    replay_device: Literal["auto", "cpu", "cuda"] = "auto"  # where the frames live; auto: on the GPU when they fit
+    replay_device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: on the GPU when it fits
     torch_deterministic: bool = False  # deterministic kernels on CUDA too (slower)
     compile: bool = False  # torch.compile the loss
-    amp: Literal["none", "bf16"] = "none"  # networks in bfloat16; distributions, targets, logits stay fp32
+    amp: Literal["none", "bf16"] = "none"  # networks in bfloat16, losses in fp32
 
     # Observations and replay
 
@@ -73,24 +87,25 @@ class Args:
     action_repeat: int = 4  # frames per agent step
     max_frames: int = 108_000  # frames per game at most; counts as terminal
     noop_max: int = 30  # a game starts with 1 to this many no-ops
-    augmentations: tuple[Literal["crop", "intensity"], ...] = ("crop", "intensity")  # in use
-    crop_pad: int = 4  # crop: replicate this many pixels on each side, then take a random window (pixels)
-    intensity_scale: float = 0.05  # intensity multiplies an observation by 1 + scale * clip(N(0,1), -2, 2)
+    # random augmentations
+    augmentations: tuple[Literal["crop", "intensity"], ...] = ("crop", "intensity")
+    crop_pad: int = 4  # replicated on each side before a random window is taken (pixels)
+    intensity_scale: float = 0.05  # observations times 1 + this * clip(N(0, 1), -2, 2)
     buffer_size: int = 100_000  # steps kept in the replay (agent steps)
     min_replay: int = 2000  # random actions before learning starts (agent steps)
     reward_clip: float = 1.0  # rewards are clipped to [-this, this]; 0: as they are
     priority_exponent: float = 0.5  # priorities are raised to this
-    priority_correction: tuple[float, float] = (0.4, 1.0)  # importance exponent at --min-replay and at the end
+    priority_correction: tuple[float, float] = (0.4, 1.0)  # importance exponent, first and last
 
     # Rainbow
 
-    batch_size: int | None = None  # sequences per batch; the RL loss uses their first step (paper: 32)
+    batch_size: int = None  # sequences per batch; the RL loss uses their first step
     optimizer: Literal["adam", "adamw"] = "adam"  # optimiser of every module
     learning_rate: float = 1e-4  # of every module
     beta1: float = 0.9  # Adam beta_1
     beta2: float = 0.999  # Adam beta_2
     adam_eps: float = 1.5e-4  # Adam epsilon of encoder and Q head
-    max_grad_norm: float = 10.0  # gradient norm limit, of encoder and Q head and of the MOOSS modules apart
+    max_grad_norm: float = 10.0  # gradient norm limit, of Rainbow and of MOOSS apart
     gamma: float = 0.99  # discount factor
     multi_step: int = 10  # length n of a return (agent steps)
     distributional: bool = True  # C51; otherwise expected values with a Huber loss
@@ -107,90 +122,118 @@ class Args:
     filter_sizes: tuple[int, ...] = (8, 4, 3)  # their kernel sizes
     strides: tuple[int, ...] = (4, 2, 1)  # their strides
     hidden_units: int = 256  # hidden units of the Q head
-    target_update_period: int = 1  # time between updates of Q target and key encoder (updates)
+    target_update_period: int = 1  # time between updates of Q target, key encoder (updates)
     target_ema: float = 0.0  # their EMA m; 0: plain copies
 
     # MOOSS
 
     aux_weight: float = 0.1  # weight lambda of the MOOSS loss; 0 is the paper's Base
-    aux_is_weights: bool = True  # importance weights on the MOOSS loss too, per sequence (A5)
+    aux_is_weights: bool = True  # importance weights on the MOOSS loss too (A5)
     aux_adam_eps: float = 1.5e-4  # Adam epsilon of the MOOSS modules (A6)
     state_dim: int = 64  # dimension d of the state that MOOSS sees (A1)
     seq_len: int = 16  # sequence length F (agent steps)
     cube_size: int = 7  # spatial size of a cube, h = w (pixels)
     cube_len: int = 4  # temporal length f of a cube (agent steps)
-    mask_type: Literal["walk", "cube"] = "walk"  # random walk on the cube graph, or uniform as in MLR
-    mask_ratio: float | None = None  # share p_m of the cubes that is zeroed (paper: 0.1 for five games, else 0.5)
+    mask_type: Literal["walk", "cube"] = "walk"  # a random walk, or uniform cubes as in MLR
+    mask_ratio: float = None  # share p_m of the cubes that is zeroed
     walk_connectivity: Literal[26, 6] = 26  # neighbours of an inner cube (D4)
     walk_root: Literal["random", "fixed"] = "random"  # start of the walk (D5)
     share_mask: bool = False  # one mask for the whole batch (D6)
-    crop_per_sequence: bool = False  # one crop for a whole sequence, not one per observation (D10)
-    decoder_inputs: Literal["none", "s", "sa", "sar"] = "sa"  # tokens: states, actions, rewards; none: MLP head alone
+    crop_per_sequence: bool = False  # one crop for a whole sequence (D10)
+    # tokens of the decoder: states, actions, rewards; none: its MLP head alone
+    decoder_inputs: Literal["none", "s", "sa", "sar"] = "sa"
     decoder_depth: int = 2  # Transformer blocks of g_phi
     decoder_heads: int = 4  # attention heads
     head_dim: int = 100  # hidden units of the decoder's MLP head
-    temporal_window: int | None = None  # temporal window L (D1; paper: 2 for five games, else 6)
+    temporal_window: int = None  # temporal window L (D1)
     tau0: float = 0.07  # contrastive temperature tau_0
     tau_step: float = 0.075  # contrastive temperature step tau_{l+1} - tau_l
-    level_reduction: Literal["mean", "sum"] = "mean"  # how the levels of a query combine (D2)
+    level_reduction: Literal["mean", "sum"] = "mean"  # how a query's levels combine (D2)
     normalize_embeddings: bool = True  # L2-normalise queries and keys before W (D3)
 
 
 PAPER = dict(eval_episodes=100, batch_size=32, mask_ratio=0.5, temporal_window=6)
-PRESETS = {
-    "paper": {},
-    "laptop": dict(eval_episodes=20, batch_size=16),
+TASK_PRESETS = {
+    game: dict(mask_ratio=0.1, temporal_window=2)
+    for game in ("Gopher", "Kangaroo", "MsPacman", "Pong", "Seaquest")
 }
-TASK_PRESETS = {game: dict(mask_ratio=0.1, temporal_window=2)
-                for game in ("Gopher", "Kangaroo", "MsPacman", "Pong", "Seaquest")}
+PRESETS = {"paper": {}, "laptop": dict(eval_episodes=20, batch_size=16)}
+
+
+def fill_presets(args):
+    """What is None takes its value from the preset, else from the game, else from the paper."""
+    env_id = re.sub(r"^ALE/(\w+)-v\d+$", r"\1", args.env_id)
+    env_id = re.sub(r"(NoFrameskip|Deterministic)-v\d+$", "", env_id)
+    values = {**PAPER, **TASK_PRESETS.get(env_id, {}), **PRESETS[args.preset]}
+    unset = {name: value for name, value in values.items() if getattr(args, name) is None}
+    return dataclasses.replace(args, env_id=env_id, **unset)
 
 
 def resolve_args(args):
-    """Fill what is unset (explicit flag > preset > game > paper) and refuse values that cannot work."""
-    env_id = re.sub(r"(NoFrameskip|Deterministic)?-v\d+$", "", args.env_id.removeprefix("ALE/"))
-    values = {**PAPER, **TASK_PRESETS.get(env_id, {}), **PRESETS[args.preset]}
-    args = dataclasses.replace(args, env_id=env_id, **{k: v for k, v in values.items() if getattr(args, k) is None})
-    common.require_name("--env-id", env_id)
-    common.require_name("--exp-name", args.exp_name)
-    ahead = max(args.seq_len - 1, args.multi_step)  # rows that must follow a start
-    below_one = (0.0, 0.999999)
-    common.check_numbers(  # an int is at least 1 and a float lies in [0, 1], except
-        args, seed=(0, 2**32 - 1), checkpoint_every=(0, math.inf), eval_every=(0, math.inf), frame_stack=(1, 16),
-        image_size=(1, 210), noop_max=(0, 1000), crop_pad=(0, 210), reward_clip=(0, 1e9), beta1=below_one,
-        beta2=below_one, max_grad_norm=(1e-6, math.inf), num_atoms=(2, 10_001), v_min=(-1e9, args.v_max),
-        v_max=(args.v_min, 1e9), noisy_std=(0.0, 100.0), aux_weight=(0.0, 1e3), cube_size=(1, args.image_size),
-        cube_len=(1, args.seq_len), decoder_heads=(1, args.state_dim), temporal_window=(0, args.seq_len - 1),
-        tau0=(1e-3, 1e3), tau_step=(0, 1e3), min_replay=(ahead + 1, math.inf),
-        buffer_size=(ahead + args.frame_stack + 1, 10**8))
-    for whole, part in (("image_size", "cube_size"), ("seq_len", "cube_len"), ("state_dim", "decoder_heads")):
-        a, b = getattr(args, whole), getattr(args, part)
-        common.require(a % b == 0, f"--{part} {b} does not divide --{whole} {a}".replace("_", "-"))
-    common.require(args.v_min < args.v_max, f"--v-min {args.v_min} is not below --v-max {args.v_max}")
-    common.require(all(0 <= x <= 1 for x in args.priority_correction), "--priority-correction needs shares in [0, 1]")
+    """The arguments with every preset filled in; values that cannot work are refused."""
+    args = fill_presets(args)
+    followers = max(args.seq_len - 1, args.multi_step)  # rows that must follow the first of a batch
+    common.check_names(args)
+    common.check_ranges(args, {
+        "seed": (0, 2**32 - 1),
+        "total_timesteps log_every replay_period target_update_period max_frames": (1, 10**12),
+        "checkpoint_every eval_every": (0, 10**12),
+        "eval_episodes batch_size": (1, 10**6),
+        "action_repeat updates_per_step multi_step seq_len": (1, 1000),
+        "frame_stack": (1, 16),
+        "image_size": (1, 210),
+        "crop_pad noop_max": (0, 1000),
+        "min_replay": (followers + 1, 10**12),
+        "buffer_size": (followers + args.frame_stack + 1, 10**8),
+        "num_atoms": (2, 10_001),
+        "hidden_units state_dim head_dim": (1, 10**5),
+        "decoder_depth": (1, 100),
+        "temporal_window": (0, args.seq_len - 1),
+        "gamma target_ema mask_ratio epsilon eval_epsilon priority_exponent": (0, 1),
+        "learning_rate adam_eps aux_adam_eps intensity_scale": (0, 1),
+        "beta1 beta2": (0, 0.999999),
+        "v_min v_max": (-1e9, 1e9),
+        "reward_clip noisy_std aux_weight tau_step": (0, 1e3),
+        "tau0 max_grad_norm": (1e-6, 1e6),
+    })
+    common.check_divides(
+        args, image_size="cube_size", seq_len="cube_len", state_dim="decoder_heads")
+    common.require(
+        args.v_min < args.v_max, f"--v-min {args.v_min} is not below --v-max {args.v_max}")
+    common.require(
+        0 <= min(args.priority_correction) and max(args.priority_correction) <= 1,
+        "--priority-correction needs two shares between 0 and 1")
     layers = (args.channels, args.filter_sizes, args.strides)
-    common.require(len(set(map(len, layers))) == 1 and args.channels and min(min(layer) for layer in layers) >= 1,
-                   "--channels, --filter-sizes and --strides need the same number of values, each at least 1")
-    common.require(feature_side(args) >= 1, f"--image-size {args.image_size} is too small for these conv layers")
-    common.require(args.checkpoint is not None or not args.eval_only, "--eval-only needs --checkpoint PATH")
+    alike = len({len(layer) for layer in layers}) == 1
+    common.require(
+        alike and args.channels and min(min(layer) for layer in layers) >= 1,
+        "--channels, --filter-sizes and --strides need the same number of values, each at least 1")
+    common.require(
+        feature_side(args) >= 1,
+        f"--image-size {args.image_size} is too small for these conv layers")
+    common.require(not args.eval_only or args.checkpoint, "--eval-only needs --checkpoint PATH")
     return args
 
 
 def feature_side(args):
-    """Side of the conv features: 7 for the paper's layers on 84x84."""
+    """Side of the conv features: 7 for the paper's layers on 84x84; 0 if a layer does not fit."""
     side = args.image_size
     for size, stride in zip(args.filter_sizes, args.strides):
         side = (side - size) // stride + 1 if side >= size else 0
     return side
 
 
-# ------------------------------------------------------------------------------------------------- environment
+# ------------------------------------------------------------------------------------- environment
 class LifeEpisodes(gym.Wrapper):
-    """Losing a life ends the learning episode while the game goes on: a reset without a seed is then one no-op step,
-    not a new game. `info["game_over"]` tells the two kinds of ends apart; the frame limit counts as terminal."""
+    """Losing a life ends the learning episode while the game goes on.
+
+    A reset without a seed is then one no-op step, not a new game. `info["game_over"]` tells the two
+    kinds of ends apart. The frame limit counts as terminal.
+    """
 
     def reset(self, *, seed=None, options=None):
         game_over = True
-        if seed is None:  # the game goes on
+        if seed is None:
             obs, _, terminated, truncated, info = self.env.step(0)
             game_over = terminated or truncated
         if game_over:
@@ -200,264 +243,366 @@ class LifeEpisodes(gym.Wrapper):
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
-        game_over, lives = terminated or truncated, self.env.unwrapped.ale.lives()
-        life_lost, self.lives = 0 < lives < self.lives, lives
+        game_over = terminated or truncated
+        lives = self.env.unwrapped.ale.lives()
+        life_lost = 0 < lives < self.lives
+        self.lives = lives
         return obs, reward, game_over or life_lost, False, {**info, "game_over": game_over}
 
 
 def make_env(args, device, training=True):
-    """A game with observations (frame_stack, C, H, W), zeros before an episode's first frame. `device` is not used:
-    games render on the CPU."""
+    """A game with observations (frame_stack, C, H, W), zeros before an episode's first frame.
+
+    `device` is not used: games render on the CPU.
+    """
     import ale_py
 
     gym.register_envs(ale_py)
     games = [name[4:-3] for name in gym.registry if re.fullmatch(r"ALE/\w+-v5", name)]
     common.require_known("--env-id", args.env_id, games)
-    env = gym.make(f"ALE/{args.env_id}-v5", frameskip=1, repeat_action_probability=0.0, disable_env_checker=True,
-                   max_num_frames_per_episode=args.max_frames)
-    common.require(env.unwrapped.get_action_meanings()[0] == "NOOP", f"--env-id {args.env_id} has no no-op action")
-    env = gym.wrappers.AtariPreprocessing(env, noop_max=args.noop_max, frame_skip=args.action_repeat,
-                                          screen_size=args.image_size, grayscale_obs=args.gray_scale,
-                                          grayscale_newaxis=True)  # max over the last two frames, area resize: A7
+    env = gym.make(
+        f"ALE/{args.env_id}-v5", frameskip=1, repeat_action_probability=0.0,
+        render_mode="rgb_array",
+        max_num_frames_per_episode=args.max_frames, disable_env_checker=True)
+    has_no_op = env.unwrapped.get_action_meanings()[0] == "NOOP"
+    common.require(has_no_op, f"--env-id {args.env_id} has no no-op action")
+    # Frame skip with the maximum over the last two frames, then an area resize (A7).
+    env = gym.wrappers.AtariPreprocessing(
+        env, noop_max=args.noop_max, frame_skip=args.action_repeat, screen_size=args.image_size,
+        grayscale_obs=args.gray_scale, grayscale_newaxis=True)  # (H, W, C)
     if training:
         env = LifeEpisodes(env)
-    space = gym.spaces.Box(0, 255, (1 if args.gray_scale else 3, args.image_size, args.image_size), np.uint8)
-    env = gym.wrappers.TransformObservation(env, lambda frame: frame.transpose(2, 0, 1), space)
+    shape = (1 if args.gray_scale else 3, args.image_size, args.image_size)
+    env = gym.wrappers.TransformObservation(
+        env, lambda frame: frame.transpose(2, 0, 1), gym.spaces.Box(0, 255, shape, np.uint8))
     return gym.wrappers.FrameStackObservation(env, args.frame_stack, padding_type="zero")
 
 
-# ------------------------------------------------------------------------------------------------- replay
-class SumTree:
-    """Priorities as leaves of a binary tree of sums; reads and writes of a whole batch walk its levels together."""
-
-    def __init__(self, capacity, device):
-        self.levels = max(1, math.ceil(math.log2(capacity)))
-        self.leaves = 2**self.levels
-        self.sums = torch.zeros(2 * self.leaves, dtype=torch.float64, device=device)  # node i has children 2i, 2i+1
-
-    def write(self, slots, values):
-        node = slots + self.leaves
-        self.sums[node] = values
-        for _ in range(self.levels):
-            node = node // 2
-            self.sums[node] = self.sums[2 * node] + self.sums[2 * node + 1]
-
-    def sample(self, count):
-        """Slots (count,) drawn in proportion to their priorities, and their probabilities."""
-        left = torch.rand(count, dtype=torch.float64, device=self.sums.device) * self.sums[1]  # mass still to the left
-        node = torch.ones(count, dtype=torch.long, device=self.sums.device)
-        for _ in range(self.levels):
-            first, second = self.sums[2 * node], self.sums[2 * node + 1]
-            right = (left >= first) & (second > 0)  # rounding must not lead into an empty branch
-            left, node = left - first * right, 2 * node + right
-        return node - self.leaves, self.sums[node] / self.sums[1]
+# ------------------------------------------------------------------------------------------ replay
+NO_ACTION = -1
 
 
 class SequenceReplay:
-    """Every frame once, as uint8; stacks, n-step returns and sequences are gathered by index, starts by priority.
+    """Every frame once, as bytes; stacks, n-step returns and sequences are put together here.
 
-    A row is one agent step: the newest frame before it, its action, reward, and whether it ended the episode. Rows are
-    numbered from the start of the run; row r lives in slot r % capacity. A row can be drawn once the rows that its
-    return and its sequence need have followed, and until the frames of its stack are overwritten.
+    A row is one agent step: a frame, the action taken at it, its reward, and whether that ended the
+    episode. The newest row waits for its action. An episode's last frame is a row without an
+    action and closes the episode. Rows are numbered from the start of the run and, once they have
+    their action, never change; row r lives in slot r % capacity. A row can be drawn, in proportion
+    to its priority, once the rows that its return and its sequence need have followed, and until
+    frames of its stack are overwritten.
     """
 
-    columns = ("frames", "actions", "rewards", "terminals", "first_rows")  # what a row holds
+    columns = ("frames", "actions", "rewards", "terminated", "episode_starts")
 
     def __init__(self, capacity, frame_shape, frame_stack, seq_len, multi_step, device):
-        self.capacity, self.frame_stack, self.seq_len, self.multi_step = capacity, frame_stack, seq_len, multi_step
-        self.device, self.ahead = device, max(seq_len - 1, multi_step)
+        self.capacity = capacity
+        self.frame_stack = frame_stack
+        self.seq_len = seq_len
+        self.multi_step = multi_step
+        self.device = device
         self.frames = torch.zeros(capacity, *frame_shape, dtype=torch.uint8, device=device)
         self.actions = torch.zeros(capacity, dtype=torch.long, device=device)
         self.rewards = torch.zeros(capacity, device=device)
-        self.terminals = torch.zeros(capacity, dtype=torch.bool, device=device)
-        self.first_rows = torch.zeros(capacity, dtype=torch.long, device=device)  # first row of the row's episode
-        self.priorities = SumTree(capacity, device)
-        self.rows, self.first_row = 0, 0
-        self.saved_pieces, self.saved_at = [], None  # what this run's last checkpoint holds (mooss_common)
+        self.terminated = torch.zeros(capacity, dtype=torch.bool, device=device)
+        # The row at which a row's episode began.
+        self.episode_starts = torch.zeros(capacity, dtype=torch.long, device=device)
+        # In float64, so that their sum stays exact enough; 0 for rows that cannot be drawn.
+        self.priorities = torch.zeros(capacity, dtype=torch.float64, device=device)
+        self.newest_row = -1
+        self.newest_start = 0
 
-    def add(self, frame, action, reward, terminal):
-        row, slot = self.rows, self.rows % self.capacity
-        self.frames[slot] = torch.as_tensor(frame)
-        self.actions[slot] = int(action)
-        self.rewards[slot] = reward
-        self.terminals[slot] = terminal
-        self.first_rows[slot] = self.first_row
-        self.rows = row + 1
-        if terminal:
-            self.first_row = self.rows
-        oldest = self.rows - self.capacity  # once rows are overwritten, the next oldest lose frames of their stacks
-        closed = [slot] + [r % self.capacity for r in range(oldest, oldest + self.frame_stack - 1) if oldest > 0]
-        ripe = row - self.ahead  # this row now has all the rows it needs behind it
-        slots = torch.tensor([*closed, *([ripe % self.capacity] if ripe >= 0 else [])])
-        values = torch.zeros(len(slots), dtype=torch.float64)
-        values[len(closed):] = 1.0  # the initial priority
-        self.priorities.write(slots.to(self.device), values.to(self.device))
+    def begin_episode(self, frame):
+        """Store the first frame of an episode."""
+        self.newest_start = self.newest_row + 1
+        self._append(frame)
+
+    def add(self, action, reward, terminated, next_frame):
+        """Complete the newest row by what was done at it, and store the frame that followed."""
+        slot = self.newest_row % self.capacity
+        self.actions[slot].fill_(action)
+        self.rewards[slot].fill_(reward)
+        self.terminated[slot].fill_(terminated)
+        self._append(next_frame)
+
+    def _append(self, frame):
+        self.newest_row += 1
+        slot = self.newest_row % self.capacity
+        self.frames[slot] = common.upload(torch.as_tensor(frame), self.device)
+        self.actions[slot].fill_(NO_ACTION)
+        self.rewards[slot].fill_(0.0)
+        self.terminated[slot].fill_(False)
+        self.episode_starts[slot].fill_(self.newest_start)
+        self.priorities[slot].fill_(0.0)
+        if self.oldest_row > 0:
+            # A row was overwritten, and the next oldest ones lost a frame of their stacks.
+            for row in range(self.oldest_row, self.oldest_row + self.frame_stack - 1):
+                self.priorities[row % self.capacity].fill_(0.0)
+        # One more row has all the rows it needs behind it: its priority is 1, unless it only
+        # closes an episode.
+        ready_row = self.newest_row - 1 - max(self.seq_len - 1, self.multi_step)
+        if ready_row >= 0:
+            slot = ready_row % self.capacity
+            self.priorities[slot] = (self.actions[slot] != NO_ACTION).double()
+
+    @property
+    def oldest_row(self):
+        return max(0, self.newest_row + 1 - self.capacity)
 
     def sample(self, count, beta):
-        """Rows (count,) by priority, and their importance weights (N p)^-beta, divided by the batch maximum."""
-        slots, probability = self.priorities.sample(count)
-        newest = self.rows - 1
-        return newest - (newest - slots) % self.capacity, ((probability.min() / probability) ** beta).float()
+        """Rows (count,) by priority, and their importance weights (N p)^-beta over the largest."""
+        cumulative = self.priorities.cumsum(0)
+        total = cumulative[-1]
+        place = total * torch.rand(count, dtype=torch.float64, device=self.device)
+        slots = torch.searchsorted(cumulative, place, right=True).clamp(max=self.capacity - 1)
+        # A sum that is rounded may lead to a row that cannot be drawn: take the likeliest instead.
+        slots = slots.where(self.priorities[slots] > 0, self.priorities.argmax())
+        probability = self.priorities[slots] / total
+        weights = (probability.min() / probability) ** beta
+        # The row that lives in a slot: the newest one, or as many rows older as slots further back.
+        rows = self.newest_row - (self.newest_row - slots) % self.capacity
+        return rows, weights.float()
 
     def set_priorities(self, rows, priorities, exponent):
-        self.priorities.write(rows % self.capacity, priorities.double().clamp(1e-6, 1e6) ** exponent)
+        slots = rows % self.capacity
+        self.priorities[slots] = priorities.double().clamp(1e-6, 1e6) ** exponent
 
     def returns(self, rows, gamma):
-        """n-step returns (B,), cut at a terminal (A2), and whether the state n steps on still counts (B,)."""
-        slots = (rows[:, None] + torch.arange(self.multi_step, device=self.device)) % self.capacity  # (B, n)
-        going = (~self.terminals[slots]).float().cumprod(1)
-        before = torch.cat([torch.ones_like(going[:, :1]), going[:, :-1]], dim=1)  # no terminal before this step
-        discount = gamma ** torch.arange(self.multi_step, device=self.device)
-        return (self.rewards[slots] * discount * before).sum(1), going[:, -1]
+        """n-step returns (B,), cut at an episode's end (A2), and the discount (B,) after them."""
+        steps = torch.arange(self.multi_step, device=self.device)
+        slots = (rows[:, None] + steps) % self.capacity  # (B, n)
+        going_before, going_after = self._going(slots)
+        returns = (self.rewards[slots] * gamma**steps * going_before).sum(1)
+        return returns, gamma**self.multi_step * going_after[:, -1]
 
     def sequences(self, rows):
-        """Actions (B, F), rewards (B, F), and which steps belong to the first step's episode (B, F) (A3)."""
-        slots = (rows[:, None] + torch.arange(self.seq_len, device=self.device)) % self.capacity
-        return self.actions[slots], self.rewards[slots], self.first_rows[slots] == self.first_rows[slots[:, :1]]
+        """Actions, rewards, and which steps lie before the episode's end (A3), each (B, F)."""
+        steps = torch.arange(self.seq_len, device=self.device)
+        slots = (rows[:, None] + steps) % self.capacity  # (B, F)
+        going_before, _ = self._going(slots)
+        return self.actions[slots], self.rewards[slots], going_before.bool()
 
-    def frames_for(self, rows, length):
-        """Frames of the `length` observations from each row on, oldest first: (B, frame_stack - 1 + length, C, H, W).
+    def _going(self, slots):
+        """Whether the first slot's episode goes on before and after each step: (B, steps) both."""
+        going_after = (~self.terminated[slots]).float().cumprod(1)
+        at_first = torch.ones_like(going_after[:, :1])
+        going_before = torch.cat([at_first, going_after[:, :-1]], dim=1)
+        return going_before, going_after
 
-        Those before the first frame of the row's episode are zero.
+    def frames_of(self, rows, length):
+        """The frames of `length` observations from each row (B,) on, oldest first.
+
+        (B, frame_stack - 1 + length, C, H, W), zero before the first frame of the row's episode.
         """
-        needed = rows[:, None] + torch.arange(1 - self.frame_stack, length, device=self.device)
-        frames = self.frames.index_select(0, needed.flatten() % self.capacity).unflatten(0, needed.shape)
-        exists = needed >= self.first_rows[rows % self.capacity][:, None]
+        steps = torch.arange(1 - self.frame_stack, length, device=self.device)
+        needed = rows[:, None] + steps  # (B, frame_stack - 1 + length)
+        slots = needed % self.capacity
+        frames = self.frames.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+        exists = needed >= self.episode_starts[rows % self.capacity][:, None]
         return frames * exists[..., None, None, None]
 
     def state_dict(self):
-        return {"priorities": self.priorities.sums.cpu(), "rows": self.rows, "first_row": self.first_row}
+        """All that the columns of complete rows do not say."""
+        newest_frame = self.frames[self.newest_row % self.capacity].cpu()
+        return {
+            "newest_row": self.newest_row,
+            "newest_start": self.newest_start,
+            "newest_frame": newest_frame,
+            "priorities": self.priorities.cpu(),
+        }
 
     def load_state_dict(self, state):
-        self.priorities.sums.copy_(state["priorities"])
-        self.rows, self.first_row = state["rows"], state["first_row"]
+        self.newest_row = state["newest_row"] - 1
+        self.newest_start = state["newest_start"]
+        self._append(state["newest_frame"])
+        self.priorities.copy_(state["priorities"])
 
 
-# ------------------------------------------------------------------------------------------------- augmentation
-def stack_frames(frames, args):
-    """Frames of sequences (B, frame_stack - 1 + F, C, H, W) to stacks (B, F, H', W', frame_stack * C), replicated at
-    their borders for the crops to come."""
-    frames, length = frames.permute(0, 1, 3, 4, 2), frames.shape[1] - args.frame_stack + 1
-    pad = args.crop_pad if "crop" in args.augmentations else 0
-    for side in (2, 3):
-        first, last = frames.narrow(side, 0, 1), frames.narrow(side, -1, 1)
-        frames = torch.cat([*[first] * pad, frames, *[last] * pad], dim=side)
-    return torch.cat([frames[:, k:k + length] for k in range(args.frame_stack)], dim=4)
+# ------------------------------------------------------------------------------------ augmentation
+def replicate_borders(frames, pad):
+    """Frames (B, T, C, H, W) with `pad` pixels more on each side."""
+    floats = frames.flatten(0, 1).float()  # torch replicates only floats
+    padded = F.pad(floats, (pad, pad, pad, pad), mode="replicate").byte()
+    return padded.unflatten(0, frames.shape[:2])
 
 
-def as_words(pixels):
-    """The bytes of a pixel as 32-bit numbers where they fill them: to move and mask them is then four times faster."""
-    return pixels.view(torch.int32 if pixels.shape[-1] % 4 == 0 else torch.uint8)
+def stack_frames(frames, frame_stack):
+    """Frames (B, frame_stack - 1 + F, C, H, W) to stacks (B, F, frame_stack * C, H, W)."""
+    length = frames.shape[1] - frame_stack + 1
+    # In memory the channels come last, which is what crops keep and convolutions are fast with.
+    frames = frames.movedim(2, 4)
+    stacks = torch.cat([frames[:, age:age + length] for age in range(frame_stack)], dim=4)
+    return stacks.movedim(4, 2)
 
 
-def random_crop(stacks, args):
-    """A window of each stack, drawn anew at each call: (B * F, H, W, channels), uint8.
+def crop(images, top, left, size):
+    """The window at (top, left) (N,) of each image: (N, C, H, W) -> (N, C, size, size)."""
+    # A view of all windows of all images costs nothing; indexing it copies one window of each.
+    windows = images.unfold(2, size, 1).unfold(3, size, 1)  # (N, C, tops, lefts, size, size)
+    every = torch.arange(len(images), device=images.device)
+    return windows[every, :, top, left]
 
-    A view of all windows of all stacks costs nothing, and indexing it copies only the pixels that are used.
+
+def random_crop(images, size, per_sequence=False):
+    """Windows at random places: (B, ..., C, H, W) -> (N, C, size, size), N = B * ...
+
+    A place is drawn for each image, or for all images of a sequence (D10). Every window that fits
+    is as likely as any other (D15).
     """
-    windows = as_words(stacks).unfold(2, args.image_size, 1).unfold(3, args.image_size, 1).movedim(4, 6)
-    batch, length, offsets = windows.shape[:3]
-    drawn = (batch, 1) if args.crop_per_sequence else (batch, length)  # D10
-    top, left = torch.randint(offsets, (2, *drawn), device=stacks.device)
-    which = torch.arange(batch, device=stacks.device)[:, None], torch.arange(length, device=stacks.device)
-    return windows[(*which, top, left)].flatten(0, 1).view(torch.uint8)
+    places = images.shape[-1] - size + 1
+    all_images = images.shape[:-3]
+    drawn = (len(images), 1) if per_sequence else all_images
+    top = torch.randint(places, drawn, device=images.device).expand(all_images)
+    left = torch.randint(places, drawn, device=images.device).expand(all_images)
+    return crop(images.flatten(0, -4), top.flatten(), left.flatten(), size)
 
 
-def random_intensity(pixels, args, out=None):
-    """Pixels (N, H, W, channels) as floats in [0, 1] (A8), each observation randomly bright: (N, channels, H, W).
+def scale(pixels, factor):
+    """Bytes (N, C, H, W) times a factor, as floats in the memory layout that convolutions like."""
+    floats = pixels.to(torch.get_default_dtype(), memory_format=torch.channels_last)
+    return floats.mul_(factor)
 
-    Large batches go into memory that is kept (`out`): on a CPU, fresh pages cost more than the pixels that fill them.
-    """
-    out = torch.empty_like(pixels, dtype=torch.float32) if out is None else out
-    scale = torch.full((len(pixels), 1, 1, 1), 1 / 255, device=pixels.device)
+
+def augment(stacks, args):
+    """Bytes (B, F, C, H', W') to observations (B * F, C, H, W), at random, anew at every call."""
+    if "crop" in args.augmentations:
+        pixels = random_crop(stacks, args.image_size, args.crop_per_sequence)
+    else:
+        pixels = stacks.flatten(0, 1)
+    factor = 1 / 255  # A8
     if "intensity" in args.augmentations:
-        scale = scale * (1 + args.intensity_scale * torch.randn_like(scale).clamp(-2, 2))
-    return out.copy_(pixels).mul_(scale).permute(0, 3, 1, 2)
+        noise = torch.randn(len(pixels), 1, 1, 1, device=pixels.device).clamp(-2, 2)
+        factor = factor * (1 + args.intensity_scale * noise)
+    return scale(pixels, factor)
 
 
-# ------------------------------------------------------------------------------------------------- masks
+# ------------------------------------------------------------------------------------------- masks
+def grid_neighbours(grid, connectivity):
+    """The graph of cubes: neighbours (nodes, 26) of every node, and how many there are (nodes,)."""
+    cells = torch.cartesian_prod(*[torch.arange(size) for size in grid])  # (nodes, 3): t, h, w
+    moves = torch.cartesian_prod(*[torch.arange(-1, 2)] * 3)  # (27, 3)
+    # Of all moves to an adjacent cell, one leads nowhere; six change a single coordinate (D4).
+    changed = moves.abs().sum(1)
+    moves = moves[(changed > 0) & (changed <= (3 if connectivity == 26 else 1))]
+    reached = cells[:, None] + moves  # (nodes, 26, 3)
+    inside = ((reached >= 0) & (reached < torch.tensor(grid))).all(2)  # (nodes, 26)
+    numbers = (reached * torch.tensor([grid[1] * grid[2], grid[2], 1])).sum(2).where(inside, 0)
+    # The neighbours that exist come first, so that any index below their number finds one.
+    order = inside.int().argsort(dim=1, descending=True)
+    return numbers.gather(1, order), inside.sum(1)
+
+
 def random_walk_masks(count, grid, ratio, generator, connectivity=26, root="random"):
-    """Masks (count, *grid), True = masked: the first floor(ratio * nodes) distinct nodes of a random walk (Eq. 2).
-
-    All walks advance together; every 64 steps those that have their nodes leave.
+    """Masks (count, *grid), True = masked: the nodes that a random walk on the graph of cubes has
+    visited when they are floor(ratio * nodes) (Eq. 2). All walks advance together.
     """
-    cells = torch.cartesian_prod(*(torch.arange(n) for n in grid))  # (N, 3)
-    steps = torch.cartesian_prod(*[torch.arange(-1, 2)] * 3)
-    steps = steps[(steps.abs().sum(1) > 0) & (steps.abs().sum(1) <= (3 if connectivity == 26 else 1))]  # D4
-    reached, nodes, width = cells[:, None] + steps, len(cells), len(steps)  # (N, 26, 3)
-    inside = ((reached >= 0) & (reached < torch.tensor(grid))).all(2)
-    degree = inside.sum(1).float()
-    index = (reached * torch.tensor([grid[1] * grid[2], grid[2], 1])).sum(2).where(inside, 0)
-    neighbours = index.gather(1, inside.int().argsort(dim=1, descending=True)).flatten()  # those inside come first
-    masks = torch.zeros(count * nodes, dtype=torch.bool)
+    neighbours, degree = grid_neighbours(grid, connectivity)
+    nodes = len(degree)
+    visited = torch.zeros(count, nodes, dtype=torch.bool)
     target = math.floor(ratio * nodes)
-    if target > 0:
-        node = (torch.randint(nodes, (count,), generator=generator) if root == "random"
-                else torch.full((count,), nodes // 2))  # D5: the authors' root
-        first = torch.arange(count) * nodes  # a walk's first entry in the flat masks
-        masks[first + node] = True
-        missing = torch.full((count,), target - 1)
-        while len(node) > 0:
-            for draw in torch.rand(64, len(node), generator=generator):
-                node = neighbours.take(node * width + (draw * degree.take(node)).long())
-                seen = masks.take(first + node)
-                fresh = (missing > 0) & ~seen
-                masks.index_put_((first + node,), seen | fresh)
-                missing -= fresh.long()
-            walking = missing > 0
-            node, first, missing = node[walking], first[walking], missing[walking]
-    return masks.view(count, *grid)
+    if target == 0:
+        return visited.view(count, *grid)
+
+    if root == "random":
+        here = torch.randint(nodes, (count,), generator=generator)
+    elif root == "fixed":
+        here = torch.full((count,), nodes // 2)  # D5: where the authors' walks begin
+    else:
+        raise ValueError(f"unknown root of the walk: {root}")
+    walk = torch.arange(count)  # the walks that still go; `here` and `missing` belong to them
+    missing = torch.full((count,), target - 1)
+    visited[walk, here] = True
+
+    while len(walk) > 0:
+        for draw in torch.rand(64, len(walk), generator=generator):
+            # Each walk steps to one of its node's neighbours, all equally likely.
+            choice = (draw * degree[here]).long()
+            here = neighbours[here, choice]
+            # A complete mask takes no more nodes, though its walk goes on to the end of the 64.
+            is_new = ~visited[walk, here] & (missing > 0)
+            visited[walk, here] |= is_new
+            missing -= is_new.long()
+        # Walks that have all their nodes leave. This costs more than a step, hence every 64.
+        unfinished = missing > 0
+        walk = walk[unfinished]
+        here = here[unfinished]
+        missing = missing[unfinished]
+    return visited.view(count, *grid)
 
 
 def uniform_cube_masks(count, grid, ratio, generator):
-    """Masks (count, *grid), True = masked: floor(ratio * nodes) nodes drawn uniformly without replacement, as MLR."""
+    """Masks (count, *grid), True = masked: floor(ratio * nodes) nodes, uniformly drawn, as MLR."""
     nodes = math.prod(grid)
     rank = torch.rand(count, nodes, generator=generator).argsort(dim=1).argsort(dim=1)
     return (rank < math.floor(ratio * nodes)).view(count, *grid)
 
 
 class MaskBank:
-    """Masks for many updates drawn at once, which makes a walk cheap; a pure function of (seed, update)."""
+    """The masks of every update, as a pure function of (seed, update).
 
-    UPDATES = 64
+    A walk takes as long for one mask as for thousands, so those of 64 updates are drawn at once,
+    and a thread draws the next block while this one is used.
+    """
+
+    BLOCK = 64
 
     def __init__(self, args, batch_size, device):
-        self.args, self.batch_size, self.device, self.block = args, batch_size, device, None
+        self.args = args
+        self.batch_size = batch_size
+        self.device = device
         side = args.image_size // args.cube_size
         self.grid = (args.seq_len // args.cube_len, side, side)
+        self.thread = concurrent.futures.ThreadPoolExecutor(1)
+        self.blocks = {}  # this block and the next: number -> future masks
+
+    def draw(self, block):
+        """Masks of 64 updates: (64, B, *grid)."""
+        args = self.args
+        seed = common.derive_seed(args.seed, "masks", block)
+        generator = torch.Generator().manual_seed(seed)
+        count = self.BLOCK * (1 if args.share_mask else self.batch_size)  # D6
+        if args.mask_type == "walk":
+            masks = random_walk_masks(
+                count, self.grid, args.mask_ratio, generator, args.walk_connectivity,
+                args.walk_root)
+        elif args.mask_type == "cube":
+            masks = uniform_cube_masks(count, self.grid, args.mask_ratio, generator)
+        else:
+            raise ValueError(f"unknown type of mask: {args.mask_type}")
+        return common.upload(masks.view(self.BLOCK, -1, *self.grid), self.device)
 
     def __call__(self, update):
         """Masks of an update as pixels: (B * F, 1, H, W), True = masked."""
-        args, block = self.args, update // self.UPDATES
-        if block != self.block:
-            generator = torch.Generator().manual_seed(common.derive_seed(args.seed, "masks", block))
-            count = self.UPDATES * (1 if args.share_mask else self.batch_size)  # D6
-            if args.mask_type == "walk":
-                masks = random_walk_masks(count, self.grid, args.mask_ratio, generator, args.walk_connectivity,
-                                          args.walk_root)
-            else:
-                masks = uniform_cube_masks(count, self.grid, args.mask_ratio, generator)
-            self.masks = masks.view(self.UPDATES, -1, *self.grid).to(self.device, non_blocking=True)
-            self.block = block
-        masks = self.masks[update % self.UPDATES].expand(self.batch_size, *self.grid)
-        masks = masks.repeat_interleave(args.cube_len, 1)  # (B, F, H/h, W/w)
-        masks = masks.repeat_interleave(args.cube_size, 2).repeat_interleave(args.cube_size, 3)  # (B, F, H, W)
+        block = update // self.BLOCK
+        needed = (block, block + 1)
+        self.blocks = {
+            number: self.blocks.get(number) or self.thread.submit(self.draw, number)
+            for number in needed
+        }
+        cubes = self.blocks[block].result()[update % self.BLOCK]
+        masks = cubes.expand(self.batch_size, *self.grid)  # (B, F/f, H/h, W/w)
+        masks = masks.repeat_interleave(self.args.cube_len, dim=1)
+        masks = masks.repeat_interleave(self.args.cube_size, dim=2)
+        masks = masks.repeat_interleave(self.args.cube_size, dim=3)  # (B, F, H, W)
         return masks.flatten(0, 1)[:, None]
 
 
-# ------------------------------------------------------------------------------------------------- networks
+# ---------------------------------------------------------------------------------------- networks
 class NoisyLinear(nn.Linear):
-    """Linear layer with factorised Gaussian noise: the noise of the weights is an outer product, so of rank one.
+    """Linear layer with factorised Gaussian noise: the noise of the weights has rank one.
 
-    Means start as torch starts them, uniform on +-1/sqrt(inputs). Without `std` it is an ordinary layer.
+    Means start as torch starts them, uniform on +-1/sqrt(inputs). Without `std` it is an ordinary
+    layer.
     """
 
     def __init__(self, inputs, outputs, std=None):
         super().__init__(inputs, outputs)
         self.has_noise = std is not None
         if self.has_noise:
-            self.weight_sigma = nn.Parameter(torch.full((outputs, inputs), std / math.sqrt(inputs)))
-            self.bias_sigma = nn.Parameter(torch.full((outputs,), std / math.sqrt(outputs)))
+            weight_sigma = torch.full((outputs, inputs), std / math.sqrt(inputs))
+            bias_sigma = torch.full((outputs,), std / math.sqrt(outputs))
+            self.weight_sigma = nn.Parameter(weight_sigma)
+            self.bias_sigma = nn.Parameter(bias_sigma)
             self.register_buffer("noise_in", torch.zeros(inputs))
             self.register_buffer("noise_out", torch.zeros(outputs))
 
@@ -468,8 +613,10 @@ class NoisyLinear(nn.Linear):
 
     def forward(self, x, noisy=True):
         out = F.linear(x, self.weight, self.bias)
-        if noisy and self.has_noise:  # (sigma * outer(noise_out, noise_in)) x, without building that matrix
-            out = out + self.noise_out * F.linear(x * self.noise_in, self.weight_sigma, self.bias_sigma)
+        if noisy and self.has_noise:
+            # (sigma * outer(noise_out, noise_in)) x, without building that matrix
+            noise = F.linear(x * self.noise_in, self.weight_sigma, self.bias_sigma)
+            out = out + self.noise_out * noise
         return out
 
 
@@ -487,7 +634,10 @@ class Stream(nn.Module):
 
 
 class Network(nn.Module):
-    """Encoder, Q head and (for MOOSS) the projection to a state; Q target and key encoder are one copy of it."""
+    """Encoder, Q head and, for MOOSS, the projection to a state.
+
+    Q target and key encoder are one copy of it.
+    """
 
     def __init__(self, args, channels, num_actions):
         super().__init__()
@@ -496,17 +646,20 @@ class Network(nn.Module):
             layers += [nn.Conv2d(channels, filters, size, stride), nn.ReLU(inplace=True)]
             channels = filters
         self.convs = nn.Sequential(*layers, nn.Flatten())
-        features = channels * feature_side(args) ** 2
-        self.num_actions, self.atoms = num_actions, args.num_atoms if args.distributional else 1
-        self.advantage = Stream(features, num_actions * self.atoms, args)
-        self.value = Stream(features, self.atoms, args) if args.dueling else None
-        if args.aux_weight > 0:
-            self.projection = nn.Sequential(nn.Linear(features, args.state_dim), nn.LayerNorm(args.state_dim))  # A1
+        feature_count = channels * feature_side(args) ** 2
+        self.num_actions = num_actions
+        self.atoms = args.num_atoms if args.distributional else 1
+        self.advantage = Stream(feature_count, num_actions * self.atoms, args)
+        self.value = Stream(feature_count, self.atoms, args) if args.dueling else None
+        if args.aux_weight > 0:  # A1
+            self.projection = nn.Sequential(
+                nn.Linear(feature_count, args.state_dim), nn.LayerNorm(args.state_dim))
 
     def features(self, obs):
-        """Conv features, each sample rescaled to [0, 1]: (B, features)."""
+        """Conv features, each sample rescaled to [0, 1]: (B, C, H, W) to (B, features)."""
         x = self.convs(obs).float()
-        low, high = x.min(1, keepdim=True).values, x.max(1, keepdim=True).values
+        low = x.min(1, keepdim=True).values
+        high = x.max(1, keepdim=True).values
         return (x - low) * (1 / (high - low).clamp(min=1e-5))
 
     def state(self, obs):
@@ -515,10 +668,12 @@ class Network(nn.Module):
     def forward(self, obs, noisy=True):
         """Logits over atoms (B, actions, atoms), or Q values with one atom."""
         x = self.features(obs)
-        x = x + (math.sqrt(0.5) - 1) * (x - x.detach())  # the value is x, the gradient is scaled by 1/sqrt(2)
+        # The value is x; the gradient into the encoder is scaled by 1 / sqrt(2).
+        x = x + (math.sqrt(0.5) - 1) * (x - x.detach())
         out = self.advantage(x, noisy).view(-1, self.num_actions, self.atoms).float()
         if self.value is not None:
-            out = out - out.mean(1, keepdim=True) + self.value(x, noisy).view(-1, 1, self.atoms).float()
+            value = self.value(x, noisy).view(-1, 1, self.atoms).float()
+            out = out - out.mean(1, keepdim=True) + value
         return out
 
     def draw_noise(self):
@@ -528,95 +683,131 @@ class Network(nn.Module):
 
 
 class PredictiveDecoder(nn.Module):
-    """g_phi: masked states and actions -> queries (Sec. 4.2). `inputs` names the tokens of a step: s, sa or sar.
+    """g_phi: masked states and actions to queries (Sec. 4.2).
 
-    `none` leaves only the MLP head. Tokens are interleaved s_0 a_0 s_1 a_1 ..., and a_i is the action taken at o_i, so
-    the causal query i sees the states up to i and the actions before i.
+    `inputs` names the tokens of a step: s, sa or sar; `none` leaves only the MLP head. Tokens are
+    interleaved s_0 a_0 s_1 a_1 ..., and a_i is the action taken at o_i, so that the causal query i
+    sees the states up to i and the actions before i.
     """
 
     def __init__(self, state_dim, action_dim, depth=2, heads=4, head_dim=100, inputs="sa"):
         super().__init__()
         self.inputs = inputs
         if inputs != "none":
-            self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(
-                state_dim, heads, 4 * state_dim, dropout=0.0, activation="gelu", layer_norm_eps=1e-6, batch_first=True,
-                norm_first=True) for _ in range(depth))
+            self.blocks = nn.ModuleList([
+                nn.TransformerEncoderLayer(
+                    state_dim, heads, 4 * state_dim, dropout=0.0, activation="gelu",
+                    layer_norm_eps=1e-6, batch_first=True, norm_first=True)
+                for _ in range(depth)
+            ])
             self.norm = nn.LayerNorm(state_dim, eps=1e-6)
             self.embed_action = nn.Linear(action_dim, state_dim) if "a" in inputs else None
             self.embed_reward = nn.Linear(1, state_dim) if "r" in inputs else None
-            for module in self.modules():  # torch starts q, k, v (one 3d x d matrix) this way already
+            # Torch starts q, k and v (one 3d x d matrix) in this way by itself.
+            for module in self.modules():
                 if isinstance(module, nn.Linear):
                     nn.init.xavier_uniform_(module.weight)
                     nn.init.zeros_(module.bias)
-        self.head = nn.Sequential(nn.Linear(state_dim, head_dim), nn.ReLU(), nn.Linear(head_dim, state_dim))
+        self.head = nn.Sequential(
+            nn.Linear(state_dim, head_dim), nn.ReLU(), nn.Linear(head_dim, state_dim))
 
     def forward(self, states, actions, rewards=None):
+        """States (B, F, d), actions (B, F, A), rewards (B, F, 1) to queries (B, F, d)."""
         if self.inputs == "none":
             return self.head(states)
-        batch, length, dim = states.shape
         tokens = [states]
         if self.embed_action is not None:
             tokens.append(self.embed_action(actions))
         if self.embed_reward is not None:
             tokens.append(self.embed_reward(rewards))
-        position = torch.arange(length, device=states.device)[:, None]
-        angle = position * torch.exp(torch.arange(0, dim, 2, device=states.device) * (-math.log(10000.0) / dim))
-        encoding = torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)[:, :dim]  # (F, d)
-        x = (torch.stack(tokens, dim=2) + encoding[:, None]).flatten(1, 2)  # (B, F * tokens, d)
-        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
+        x = torch.stack(tokens, dim=2)  # (B, F, tokens, d)
+        x = x + self.positions(states)[:, None]  # the tokens of a step share their position
+        x = x.flatten(1, 2)  # (B, F * tokens, d)
+        causal = nn.Transformer.generate_square_subsequent_mask(
+            x.shape[1], device=x.device, dtype=x.dtype)
         for block in self.blocks:
             x = block(x, src_mask=causal, is_causal=True)
-        return self.head(self.norm(x).view(batch, length, len(tokens), dim)[:, :, 0])
+        at_states = self.norm(x)[:, ::len(tokens)]  # (B, F, d)
+        return self.head(at_states)
+
+    def positions(self, states):
+        """The fixed sinusoidal encoding of the time steps: (F, d)."""
+        _, length, dim = states.shape
+        step = torch.arange(length, device=states.device)
+        channel = torch.arange(0, dim, 2, device=states.device)
+        angle = step[:, None] * torch.exp(channel * (-math.log(10000.0) / dim))  # (F, d / 2)
+        return torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)[:, :dim]
 
 
-# ------------------------------------------------------------------------------------------------- loss
-def temporal_contrastive_loss(similarity, seq_len, window, tau0=0.07, tau_step=0.075, reduction="mean", weights=None,
-                              valid=None):
-    """Ranked InfoNCE (Eq. 7): at level l, keys l steps away against keys at least l steps away and other sequences.
+# -------------------------------------------------------------------------------------------- loss
+def temporal_contrastive_loss(
+    similarity, seq_len, window, tau0=0.07, tau_step=0.075, reduction="mean", weights=None,
+    valid=None,
+):
+    """Ranked InfoNCE (Eq. 7): at level l, the keys l steps away from a query against all keys that
+    are at least l steps away or of another sequence.
 
-    similarity (B*F, B*F) has queries as rows and keys as columns, sequences contiguous; weights (B,) scale a
-    sequence's queries; valid (B, F) is False for steps that are neither query nor key. The large cross-sequence part
-    changes only by its temperature from level to level; what else changes lies in the small blocks of a sequence.
+    similarity (B*F, B*F) has queries as rows and keys as columns, sequences contiguous; weights
+    (B,) scale a sequence's queries; valid (B, F) is False for steps that are neither query nor key.
     """
-    batch, length = len(similarity) // seq_len, seq_len
-    blocks = similarity.view(batch, length, batch, length)
-    own = torch.eye(batch, dtype=torch.bool, device=similarity.device)[:, None, :, None]
-    valid = torch.ones(batch, length, dtype=torch.bool, device=similarity.device) if valid is None else valid
-    nothing = torch.finfo(similarity.dtype).min  # exp(nothing) is 0, and unlike -inf it makes no NaN gradient
-    across = blocks.masked_fill(own | ~valid, nothing).flatten(2)  # (B, F, B*F): keys of other sequences
-    within = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (B, F, F): keys of the same sequence
-    time = torch.arange(length, device=similarity.device)
+    batch = len(similarity) // seq_len
+    device = similarity.device
+    if weights is None:
+        weights = similarity.new_ones(batch)
+    if valid is None:
+        valid = torch.ones(batch, seq_len, dtype=torch.bool, device=device)
+    # exp(nothing) is 0 and, unlike with -inf, no gradient becomes NaN.
+    nothing = torch.finfo(similarity.dtype).min
+
+    # From level to level the large part, the keys of other sequences, changes only its temperature;
+    # what else changes lies in the small block of a sequence with itself.
+    blocks = similarity.view(batch, seq_len, batch, seq_len)
+    own = torch.eye(batch, dtype=torch.bool, device=device)[:, None, :, None]
+    across = blocks.masked_fill(own | ~valid, nothing).flatten(2)  # (B, F, B*F)
+    within = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (B, F, F)
+    time = torch.arange(seq_len, device=device)
     distance = (time[:, None] - time).abs()  # (F, F)
 
-    total, counted_pairs = similarity.new_zeros(()), similarity.new_zeros(())
-    weights = similarity.new_ones(batch) if weights is None else weights
+    total = similarity.new_zeros(())
+    counted_pairs = similarity.new_zeros(())
     for level in range(window + 1):
         tau = tau0 + level * tau_step
         positive = (distance == level) & valid[:, None]  # (B, F, F)
         further = (distance >= level) & valid[:, None]
         logits = within / tau
-        log_positives = logits.masked_fill(~positive, nothing).logsumexp(2)
+        log_positives = logits.masked_fill(~positive, nothing).logsumexp(2)  # (B, F)
         log_further = logits.masked_fill(~further, nothing).logsumexp(2)
         log_others = (across / tau).logsumexp(2)
         losses = torch.logaddexp(log_further, log_others) - log_positives  # (B, F)
+        # A middle query has no key at a large distance: that pair of query and level is left out.
         counted = valid & positive.any(2)
         total = total + (weights[:, None] * losses).masked_fill(~counted, 0).sum()
         counted_pairs = counted_pairs + counted.sum()
-    return total / (counted_pairs if reduction == "mean" else valid.sum()).clamp(min=1)
+
+    if reduction == "mean":  # D2
+        return total / counted_pairs.clamp(min=1)
+    if reduction == "sum":
+        return total / valid.sum().clamp(min=1)
+    raise ValueError(f"unknown reduction over levels: {reduction}")
 
 
 @torch.no_grad()
 def rank_accuracy(similarity, seq_len, window, valid=None):
-    """Share of key pairs, l and l + 1 steps from a query (l < window), in which the nearer key is more similar."""
+    """Of all pairs of keys that are l and l + 1 steps from a query (l < window), the share in which
+    the nearer key is the more similar one. Chance is 0.5.
+    """
     batch = len(similarity) // seq_len
-    within = similarity.view(batch, seq_len, batch, seq_len).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (B, F, F)
+    blocks = similarity.view(batch, seq_len, batch, seq_len)
+    within = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (B, query, key)
     time = torch.arange(seq_len, device=similarity.device)
     distance = (time[:, None] - time).abs()
-    pairs = (distance[:, :, None] + 1 == distance[:, None, :]) & (distance[:, :, None] < window)  # query, near, far
-    pairs = pairs.expand(batch, -1, -1, -1)
+    near = distance[:, :, None]  # (query, near, 1)
+    far = distance[:, None, :]  # (query, 1, far)
+    pairs = ((near + 1 == far) & (near < window)).expand(batch, -1, -1, -1)
     if valid is not None:
         pairs = pairs & valid[:, :, None, None] & valid[:, None, :, None] & valid[:, None, None, :]
-    return (pairs & (within[:, :, :, None] > within[:, :, None, :])).sum() / pairs.sum().clamp(min=1)
+    right_order = within[:, :, :, None] > within[:, :, None, :]
+    return (pairs & right_order).sum() / pairs.sum().clamp(min=1)
 
 
 @torch.no_grad()
@@ -626,70 +817,177 @@ def ema_update(target, online, m):
 
 
 def project_distribution(probabilities, rewards, discounts, support):
-    """C51: the distribution (B, atoms) of reward + discount * Z, its mass split between neighbours of the support."""
-    low, high, gap = support[0], support[-1], support[1] - support[0]
+    """C51: the distribution (B, atoms) of reward + discount * Z, on the atoms of the support.
+
+    The mass of a moved atom is split between its two neighbours.
+    """
+    low = support[0]
+    high = support[-1]
+    gap = support[1] - support[0]
     moved = (rewards[:, None] + discounts[:, None] * support).clamp(low, high)  # (B, atoms)
-    share = (1 - (moved[:, None, :] - support[:, None]).abs() / gap).clamp(min=0)  # (B, to, from)
+    distance = (moved[:, None, :] - support[:, None]).abs()  # (B, to, from)
+    share = (1 - distance / gap).clamp(min=0)
     return (share * probabilities[:, None, :]).sum(2)
 
 
-# ------------------------------------------------------------------------------------------------- agent
-METRICS = ("charts/episodic_return", "charts/learning_rate", "losses/rl", "losses/mooss", "rainbow/q",
-           "rainbow/priority", "rainbow/is_exponent", "rainbow/grad_norm", "mooss/grad_norm", "mooss/mask_fraction",
-           "mooss/valid_fraction", "mooss/top1_accuracy", "mooss/rank_accuracy", "encoder/state_std",
-           "encoder/dead_features")
-
-
+# ------------------------------------------------------------------------------------------- agent
 class Agent(nn.Module):
-    """Networks, optimiser and the losses. Losses map tensors to tensors, so that they compile."""
+    """Networks, optimiser, and one update told step by step. Losses map tensors to tensors."""
 
     def __init__(self, args, obs_shape, num_actions, device):
         super().__init__()
-        self.args, self.device, self.num_actions, self.frame_channels = args, device, num_actions, obs_shape[1]
+        self.args = args
+        self.obs_shape = tuple(obs_shape)  # (frame_stack, C, H, W)
+        self.num_actions = num_actions
+        self.shape = (self.obs_shape, num_actions)  # what a checkpoint needs to build it again
+        self.unused = ()  # by those who only act: nothing
+        self.device = device
         self.online = Network(args, obs_shape[0] * obs_shape[1], num_actions)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
-        self.register_buffer("support", torch.linspace(args.v_min, args.v_max, args.num_atoms), persistent=False)
+        support = torch.linspace(args.v_min, args.v_max, args.num_atoms)
+        self.register_buffer("support", support, persistent=False)
         if args.aux_weight > 0:
-            self.decoder = PredictiveDecoder(args.state_dim, num_actions, args.decoder_depth, args.decoder_heads,
-                                             args.head_dim, args.decoder_inputs)
-            self.bilinear = nn.Parameter(torch.rand(args.state_dim, args.state_dim))  # W of sim(q, k) = q W k
+            self.decoder = PredictiveDecoder(
+                args.state_dim, num_actions, args.decoder_depth, args.decoder_heads,
+                args.head_dim, args.decoder_inputs)
+            self.bilinear = nn.Parameter(torch.rand(args.state_dim, args.state_dim))  # W
             self.masks = MaskBank(args, args.batch_size, device)
-            self.obs_buffer = torch.zeros(args.batch_size * args.seq_len, args.image_size, args.image_size,
-                                          obs_shape[0] * obs_shape[1], device=device)
         self.to(device, memory_format=torch.channels_last)
-        mooss = ("online.projection.", "decoder.", "bilinear")
-        trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
-        self.rl_parameters = [parameter for name, parameter in trained if not name.startswith(mooss)]
-        self.aux_parameters = [parameter for name, parameter in trained if name.startswith(mooss)]
+
+        rl_modules = [self.online.convs, self.online.advantage]
+        if args.dueling:
+            rl_modules.append(self.online.value)
+        self.rl_parameters = list(nn.ModuleList(rl_modules).parameters())
         groups = [{"params": self.rl_parameters, "eps": args.adam_eps}]
-        if self.aux_parameters:
+        if args.aux_weight > 0:
+            aux_modules = nn.ModuleList([self.online.projection, self.decoder])
+            self.aux_parameters = [*aux_modules.parameters(), self.bilinear]
             groups.append({"params": self.aux_parameters, "eps": args.aux_adam_eps})  # A6
         adam = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[args.optimizer]
-        self.optimizers = {"all": adam(groups, lr=args.learning_rate, betas=(args.beta1, args.beta2), fused=True)}
-        for name in ("rl_loss", "key_states", "mooss_loss"):
-            setattr(self, name, common.maybe_compile(getattr(self, name), args.compile, device))
-        self.metrics, self.non_finite, self.last_mooss_step = {}, {}, None
+        betas = (args.beta1, args.beta2)
+        self.optimizers = {"all": adam(groups, args.learning_rate, betas, fused=True)}
+        if args.compile:
+            self.backward = common.compiled(self.backward)
+        self.metrics = {}  # what an update leaves to log: tensors, which nobody waits for here
 
     def autocast(self):
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.amp == "bf16")
+        bf16 = self.args.amp == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
 
     def q_values(self, out):
         """Expected values (B, actions) of a network's output."""
-        return (out.softmax(2) * self.support).sum(2) if self.args.distributional else out[..., 0]
+        if self.args.distributional:
+            return (out.softmax(2) * self.support).sum(2)
+        return out[..., 0]
+
+    def images_per_update(self):
+        """Encoder passes of an update; a backward pass counts as two."""
+        args = self.args
+        aux_images = 4 * args.batch_size * args.seq_len if args.aux_weight > 0 else 0
+        return 5 * args.batch_size + aux_images
+
+    @torch.no_grad()
+    def encode_once(self):
+        channels = self.obs_shape[0] * self.obs_shape[1]
+        self.online.features(torch.zeros(8, channels, *self.obs_shape[2:], device=self.device))
 
     @torch.no_grad()
     def act(self, obs, noisy=False):
-        """Greedy actions (N,) for observations (N, frame_stack, C, H, W) uint8."""
-        obs = torch.as_tensor(obs, device=self.device).flatten(1, 2).float() / 255
+        """Greedy action for an observation (frame_stack, C, H, W) in bytes, or (N,) for N."""
+        obs = torch.as_tensor(obs)
+        common.check_observation(obs, self.obs_shape)
+        pixels = common.upload(obs.view(-1, *self.obs_shape).flatten(1, 2), self.device)
         with self.autocast():
-            out = self.online(obs.contiguous(memory_format=torch.channels_last), noisy)
-        return self.q_values(out).argmax(1).cpu().numpy()
+            out = self.online(scale(pixels, 1 / 255), noisy)
+        actions = self.q_values(out).argmax(1).cpu().numpy()
+        return actions if obs.dim() == 5 else actions[0]
+
+    def update(self, replay, index, beta, log):
+        """Update number `index`: RL on the first step of each sequence, MOOSS on all of them, one
+        backward pass for both, then the target network.
+
+        With the replay on its device, nothing here waits for it. `beta` is the importance
+        exponent; `log` asks for the metrics that cost something.
+        """
+        args = self.args
+        self.online.draw_noise()
+        rows, weights = replay.sample(args.batch_size, beta)  # (B,)
+        returns, discounts = common.upload(replay.returns(rows, args.gamma), self.device)
+        actions, rewards, valid = common.upload(replay.sequences(rows), self.device)
+        weights = common.upload(weights, self.device)
+        stacks = self.stacks(replay, rows, args.seq_len if args.aux_weight > 0 else 1)
+        next_stacks = self.stacks(replay, rows + args.multi_step, 1)
+        obs = augment(stacks[:, :1], args)  # (B, C, H, W)
+        rl_batch = (
+            obs, actions[:, 0], returns, discounts, augment(next_stacks, args),
+            augment(next_stacks, args))
+
+        mooss_batch = None
+        if args.aux_weight > 0:
+            query_obs = augment(stacks, args)  # (B * F, C, H, W)
+            masks = self.masks(index)  # (B * F, 1, H, W)
+            query_obs *= ~masks
+            keys = self.encode_keys(augment(stacks, args))  # (B * F, d)
+            one_hot = (actions[..., None] == torch.arange(self.num_actions, device=self.device))
+            mooss_weights = weights if args.aux_is_weights else torch.ones_like(weights)  # A5
+            mooss_batch = (
+                query_obs, keys, one_hot.float(), rewards[..., None], valid, mooss_weights)
+
+        outputs = self.learn(weights, rl_batch, mooss_batch)
+        replay.set_priorities(
+            rows, common.upload(outputs["priorities"], replay.device), args.priority_exponent)
+        self.update_targets(index)
+        self.metrics |= {"rainbow/is_exponent": beta, "charts/learning_rate": args.learning_rate}
+        if log:
+            self.metrics |= self.encoder_metrics(obs)
+        if log and args.aux_weight > 0:
+            self.metrics |= self.mooss_metrics(outputs["similarity"], valid, masks)
+
+    def stacks(self, replay, rows, length):
+        """Stacks of `length` observations from each row on, with borders for the crops to come."""
+        frames = common.upload(replay.frames_of(rows, length), self.device)
+        if "crop" in self.args.augmentations:
+            frames = replicate_borders(frames, self.args.crop_pad)
+        return stack_frames(frames, self.args.frame_stack)  # (B, length, C, H', W')
+
+    def learn(self, weights, rl_batch, mooss_batch):
+        """One step on L_rl + lambda * L_MOOSS."""
+        args = self.args
+        self.optimizers["all"].zero_grad()
+        outputs = self.backward(weights, rl_batch, mooss_batch)
+        rl_norm = nn.utils.clip_grad_norm_(self.rl_parameters, args.max_grad_norm)
+        self.metrics |= {
+            "losses/rl": outputs["rl_loss"],
+            "rainbow/q": outputs["q"],
+            "rainbow/priority": outputs["priorities"].mean(),
+            "rainbow/grad_norm": rl_norm,
+        }
+        if mooss_batch is not None:
+            aux_norm = nn.utils.clip_grad_norm_(self.aux_parameters, args.max_grad_norm)
+            self.metrics["mooss/grad_norm"] = aux_norm
+        self.optimizers["all"].step()
+        return outputs
+
+    def backward(self, weights, rl_batch, mooss_batch):
+        """Put the gradients of both losses into the parameters; what they found, detached."""
+        losses, priorities, q = self.rl_loss(*rl_batch)
+        rl_loss = (weights * losses).mean()
+        outputs = {"rl_loss": rl_loss, "priorities": priorities, "q": q}
+        loss = rl_loss
+        if mooss_batch is not None:
+            mooss_loss, similarity = self.mooss_loss(*mooss_batch)
+            outputs["similarity"] = similarity
+            loss = rl_loss + self.args.aux_weight * mooss_loss
+        loss.backward()
+        return {name: value.detach() for name, value in outputs.items()}
+
+    # Rainbow
 
     def rl_loss(self, obs, actions, returns, discounts, next_obs, next_obs_target):
-        """Double DQN on n-step returns: a loss and a priority for each sample (B,), and the mean Q value.
+        """Double DQN on n-step returns: loss and priority of each sample (B,), and the mean Q.
 
-        With C51 the loss is the cross entropy and the priority KL(target || prediction); without, both come from the
-        TD error.
+        With C51 the loss is the cross entropy and the priority KL(target || prediction); without,
+        both come from the TD error.
         """
         batch = torch.arange(len(obs), device=obs.device)
         with torch.no_grad(), self.autocast():
@@ -697,7 +995,7 @@ class Agent(nn.Module):
             next_out = self.target(next_obs_target)[batch, next_actions]  # (B, atoms)
         with self.autocast():
             out = self.online(obs)
-        chosen = out[batch, actions]
+        chosen = out[batch, actions]  # (B, atoms)
         if self.args.distributional:
             target = project_distribution(next_out.softmax(1), returns, discounts, self.support)
             losses = -(target * chosen.log_softmax(1)).sum(1)
@@ -709,231 +1007,297 @@ class Agent(nn.Module):
             priorities = (chosen[:, 0].detach() - target).abs()
         return losses, priorities, self.q_values(out.detach()).mean()
 
-    def key_states(self, obs):
-        with torch.no_grad(), self.autocast():
-            return self.target.state(obs).float(),  # (B*F, d)
+    # MOOSS
+
+    @torch.no_grad()
+    def encode_keys(self, key_obs):
+        """Unmasked observations through the momentum encoder: (B * F, C, H, W) to (B * F, d)."""
+        with self.autocast():
+            return self.target.state(key_obs).to(self.bilinear.dtype)
 
     def mooss_loss(self, masked_obs, keys, actions, rewards, valid, weights):
-        """L_MOOSS of a batch of sequences, and the similarity matrix (B*F, B*F) it ranks."""
+        """L_MOOSS of a batch of sequences, and the similarity (B*F, B*F) that it ranks."""
         args = self.args
         with self.autocast():
-            states = self.online.state(masked_obs).view(-1, args.seq_len, args.state_dim)
-            queries = self.decoder(states, actions, rewards).flatten(0, 1).float()
+            states = self.online.state(masked_obs).unflatten(0, (-1, args.seq_len))  # (B, F, d)
+            queries = self.decoder(states, actions, rewards)
+        queries = queries.flatten(0, 1).to(self.bilinear.dtype)  # (B * F, d)
         if args.normalize_embeddings:  # D3
-            queries, keys = F.normalize(queries, dim=1, eps=1e-3), F.normalize(keys, dim=1, eps=1e-3)
-        similarity = queries @ self.bilinear @ keys.T  # (B*F, B*F)
-        loss = temporal_contrastive_loss(similarity, args.seq_len, args.temporal_window, args.tau0, args.tau_step,
-                                         args.level_reduction, weights, valid)
+            queries = F.normalize(queries, dim=1, eps=1e-3)
+            keys = F.normalize(keys, dim=1, eps=1e-3)
+        similarity = queries @ self.bilinear @ keys.T  # (B * F, B * F)
+        loss = temporal_contrastive_loss(
+            similarity, args.seq_len, args.temporal_window, args.tau0, args.tau_step,
+            args.level_reduction, weights, valid)
         return loss, similarity
+
+    # Targets and metrics
+
+    def update_targets(self, index):
+        """Move Q target and key encoder, which are one network, towards the online network."""
+        if index % self.args.target_update_period == 0:
+            ema_update(self.target, self.online, self.args.target_ema)
+            # The noise goes with the copy.
+            for copied, buffer in zip(self.target.buffers(), self.online.buffers()):
+                copied.copy_(buffer)
+
+    @torch.no_grad()
+    def mooss_metrics(self, similarity, valid, masks):
+        args = self.args
+        is_valid = valid.flatten()
+        best_key = similarity.masked_fill(~is_valid, -math.inf).argmax(1)
+        own_key = torch.arange(len(similarity), device=self.device)
+        found = (best_key == own_key) & is_valid
+        # Without importance weights, which would make it fall with their exponent.
+        loss = temporal_contrastive_loss(
+            similarity, args.seq_len, args.temporal_window, args.tau0, args.tau_step,
+            args.level_reduction, valid=valid)
+        return {
+            "losses/mooss": loss,
+            "mooss/mask_fraction": masks.float().mean(),
+            "mooss/valid_fraction": valid.float().mean(),
+            "mooss/top1_accuracy": found.sum() / is_valid.sum(),
+            "mooss/rank_accuracy": rank_accuracy(
+                similarity, args.seq_len, args.temporal_window, valid),
+        }
 
     @torch.no_grad()
     def encoder_metrics(self, obs):
-        """How far states of a batch differ from each other (Base has no states: its features), and which share of
-        conv features is zero on all of it."""
+        """How far the states of a batch differ, and the share of features that are always zero.
+
+        Base has no states: its features take their place.
+        """
         with self.autocast():
             features = self.online.features(obs)
             states = self.online.projection(features) if self.args.aux_weight > 0 else features
-            convs = self.online.convs(obs)
-        return {"encoder/state_std": states.std(0).mean(),
-                "encoder/dead_features": (convs == 0).all(0).float().mean()}
-
-    def update(self, replay, update, beta, log):
-        """One update: RL on the first step of each sequence, MOOSS on all of them, one backward, target copy. With
-        the replay on the same device, nothing here waits for it."""
-        args, metrics = self.args, self.metrics
-        if args.compile and self.device.type == "cuda":
-            torch.compiler.cudagraph_mark_step_begin()
-        self.online.draw_noise()
-        rows, weights = replay.sample(args.batch_size, beta)
-        returns, going = replay.returns(rows, args.gamma)
-        actions, rewards, valid = replay.sequences(rows)
-        weights, returns, going, actions, rewards, valid = (
-            x.to(self.device, non_blocking=True) for x in (weights, returns, going, actions, rewards, valid))
-        frames = replay.frames_for(rows, args.seq_len if args.aux_weight > 0 else 1)
-        stacks, next_stacks = (stack_frames(x.to(self.device, non_blocking=True), args)
-                               for x in (frames, replay.frames_for(rows + args.multi_step, 1)))
-        obs, next_obs, next_obs_target = (random_intensity(random_crop(x, args), args)
-                                          for x in (stacks[:, :1], next_stacks, next_stacks))
-        discounts = going * args.gamma**args.multi_step
-        losses, priorities, q = self.rl_loss(obs, actions[:, 0], returns, discounts, next_obs, next_obs_target)
-        loss = (weights * losses).mean()
-        metrics |= {"losses/rl": loss.detach(), "rainbow/q": q, "rainbow/priority": priorities.mean(),
-                    "rainbow/is_exponent": beta, "charts/learning_rate": args.learning_rate}
-        if log:
-            metrics |= self.encoder_metrics(obs)
-        if args.aux_weight > 0:
-            keys, = self.key_states(random_intensity(random_crop(stacks, args), args, self.obs_buffer))
-            pixels, masks = random_crop(stacks, args), self.masks(update)
-            newest = pixels[:args.seq_len, ..., -self.frame_channels:].permute(0, 3, 1, 2).clone() if log else None
-            as_words(pixels).mul_((~masks).permute(0, 2, 3, 1))
-            obs = random_intensity(pixels, args, self.obs_buffer)  # in the keys' memory, which is free again
-            one_hot = (actions[..., None] == torch.arange(self.num_actions, device=self.device)).float()
-            mooss, similarity = self.mooss_loss(obs, keys, one_hot, rewards[..., None], valid,
-                                                weights if args.aux_is_weights else torch.ones_like(weights))  # A5
-            loss = loss + args.aux_weight * mooss
-            metrics["losses/mooss"] = mooss.detach()
-        self.optimizers["all"].zero_grad()
-        loss.backward()
-        metrics["rainbow/grad_norm"] = nn.utils.clip_grad_norm_(self.rl_parameters, args.max_grad_norm)
-        if args.aux_weight > 0:
-            metrics["mooss/grad_norm"] = nn.utils.clip_grad_norm_(self.aux_parameters, args.max_grad_norm)
-        self.optimizers["all"].step()
-        common.flag_non_finite(self.non_finite, metrics)
-        replay.set_priorities(rows, priorities.to(replay.device), args.priority_exponent)
-        if update % args.target_update_period == 0:
-            ema_update(self.target, self.online, args.target_ema)
-            for copied, buffer in zip(self.target.buffers(), self.online.buffers()):  # the noise goes with the copy
-                copied.copy_(buffer)
-        if args.aux_weight > 0 and log:
-            similarity = similarity.detach()
-            best = similarity.masked_fill(~valid.flatten(), -math.inf).argmax(1)
-            own = (best == torch.arange(len(best), device=self.device)) & valid.flatten()
-            metrics |= {"mooss/mask_fraction": masks.float().mean(),
-                        "mooss/valid_fraction": valid.float().mean(), "mooss/top1_accuracy": own.sum() / valid.sum(),
-                        "mooss/rank_accuracy": rank_accuracy(similarity, args.seq_len, args.temporal_window, valid)}
-            self.last_mooss_step = (newest, masks[:args.seq_len], similarity)  # for the pictures
+            activations = self.online.convs(obs)
+        return {
+            "encoder/state_std": states.float().std(0).mean(),
+            "encoder/dead_features": (activations == 0).all(0).float().mean(),
+        }
 
 
-# The agent of a checkpoint file, and its step: `agent, step = load_agent(path)`.
-load_agent = functools.partial(common.load_agent, SCRIPT, Args, Agent)
+def load_agent(path, device="cpu"):
+    """The agent of a checkpoint file, and the step at which it was saved."""
+    return common.load_agent(path, __file__, Args, Agent, device)
 
 
-# ------------------------------------------------------------------------------------------------- evaluation
-def evaluate(agent, args, device, step, video=None):
-    """Full games, unclipped, without noise, all at once, their seeds derived from (seed, step): a list of (score,
-    length in agent steps)."""
-    count = args.eval_episodes
-    seeds = [common.derive_seed(args.seed, "evaluation", step, game) for game in range(count)]
-    envs = [make_env(args, device, training=False) for _ in range(count)]
+# ---------------------------------------------------------------------------------------- pictures
+@torch.no_grad()
+def mooss_pictures(agent, replay, index):
+    """What a MOOSS step sees and finds, as pictures by name."""
+    args = agent.args
+    # A look must not change the run: the random streams go on as if nobody had looked.
+    with torch.random.fork_rng():
+        rows, weights = replay.sample(args.batch_size, 0.0)
+        actions, rewards, valid = common.upload(replay.sequences(rows), agent.device)
+        stacks = agent.stacks(replay, rows, args.seq_len)
+        obs = augment(stacks, args)
+        keys = agent.encode_keys(augment(stacks, args))
+    masked_obs = obs * ~agent.masks(index)
+    one_hot = (actions[..., None] == torch.arange(agent.num_actions, device=agent.device)).float()
+    _, similarity = agent.mooss_loss(
+        masked_obs, keys, one_hot, rewards[..., None], valid, common.upload(weights, agent.device))
+    return {
+        "mooss/masked_observations": picture_of_masks(
+            obs, masked_obs, args.seq_len, agent.obs_shape[1]),
+        "mooss/query_key_similarity": picture_of_similarity(similarity, args.seq_len),
+    }
+
+
+def picture_of_masks(obs, masked_obs, seq_len, channels):
+    """Eight newest frames of a sequence above what is left of them: (16, C, H, W) in bytes."""
+    shown = torch.linspace(0, seq_len - 1, 8).long()
+    pair = torch.cat([obs[shown, -channels:], masked_obs[shown, -channels:]])
+    pair = F.interpolate(pair, scale_factor=math.ceil(160 / pair.shape[-1]))  # large enough to see
+    return (255 * pair / pair.max().clamp(min=1e-6)).byte()
+
+
+def picture_of_similarity(similarity, seq_len):
+    """How similar queries (rows) and keys (columns) of a sequence are: (1, 1, H, W) in bytes."""
+    blocks = similarity.view(-1, seq_len, len(similarity) // seq_len, seq_len)
+    mean = blocks.diagonal(dim1=0, dim2=2).mean(2)  # over the sequences of the batch
+    return common.heat_map(mean, "queries", "keys")
+
+
+# -------------------------------------------------------------------------------------- evaluation
+def evaluate(agent, args, device, step, keep_going, video=None):
+    """Full games, unclipped, without noise, all at once: a list of (score, length).
+
+    Their seeds follow from (seed, step). `keep_going(done)` is asked before every step; when it
+    says no, there is no result (None).
+    """
+    games = range(args.eval_episodes)
+    seeds = [common.derive_seed(args.seed, "evaluation", step, game) for game in games]
+    envs = [make_env(args, device, training=False) for _ in games]
     dice = [np.random.default_rng(seed) for seed in seeds]
     obs = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds)]
-    scores, lengths, frames, playing = [0.0] * count, [0] * count, [], list(range(count))
+    scores = [0.0 for _ in games]
+    lengths = [0 for _ in games]
+    film = []
+    playing = list(games)
     while playing:
-        for game, action in zip(playing, agent.act(np.stack([obs[game] for game in playing]))):
-            if video and game == 0:
-                frames.append(np.broadcast_to(obs[0][-1].transpose(1, 2, 0), (args.image_size, args.image_size, 3)))
+        if not keep_going(len(games) - len(playing)):
+            return None
+        if video and 0 in playing:
+            film.append(envs[0].render().repeat(2, axis=0).repeat(2, axis=1))  # (420, 320, 3)
+        actions = agent.act(np.stack([obs[game] for game in playing]))
+        for game, action in zip(list(playing), actions):
             if dice[game].random() < args.eval_epsilon:
                 action = dice[game].integers(agent.num_actions)
             obs[game], reward, terminated, truncated, _ = envs[game].step(int(action))
-            scores[game], lengths[game] = scores[game] + float(reward), lengths[game] + 1
+            scores[game] += float(reward)
+            lengths[game] += 1
             if terminated or truncated:
                 envs[game].close()
-                envs[game] = None
-        playing = [game for game in playing if envs[game] is not None]
+                playing.remove(game)
     if video:
-        common.write_video(video, frames, fps=15)
+        common.write_video(video, film, fps=15)
     return list(zip(scores, lengths))
 
 
 def verdict(args, episodes):
-    """The score; for the games of the benchmark also human-normalised and beside the paper's."""
-    scores = [score for score, _ in episodes]
-    text, table = f"score {common.mean_std(scores)}", Path(__file__).parent / "benchmark" / "paper_scores.json"
-    published = json.loads(table.read_text())["atari100k"] if table.exists() else {}
-    if args.env_id in published:
-        low, human, base, mooss = (published[args.env_id][name] for name in ("Random", "Human", "Base", "MOOSS"))
-        text += (f"; human-normalised {(np.mean(scores) - low) / (human - low):.3f}; the paper's MOOSS {mooss}, "
-                 f"Base {base}, random {low}, human {human}")
+    """The mean score; for games of the benchmark also human-normalised, with the paper's scores."""
+    text = common.mean_std(episodes)
+    published = common.published_scores("atari100k", args.env_id)
+    if published:
+        mean = np.mean([score for score, _ in episodes])
+        normalised = (mean - published["Random"]) / (published["Human"] - published["Random"])
+        names = ("MOOSS", "Base", "Random", "Human")
+        scores = [f"{name} {published[name]}" for name in names]
+        text += f"; human-normalised {normalised:.3f}; the paper: {', '.join(scores)}"
     return text
 
 
-# ------------------------------------------------------------------------------------------------- main
+# -------------------------------------------------------------------------------------------- main
+PACKAGES = ("torch", "numpy", "gymnasium", "ale-py")  # a run records their versions
+
+
+@dataclasses.dataclass
+class Counters:
+    """Where a run is. A checkpoint holds it."""
+
+    step: int = 0  # agent steps: the x-axis of everything
+    update: int = 0  # updates
+    game: int = 0  # number of the game that is being played
+    actions: list = dataclasses.field(default_factory=list)  # its actions so far
+    evaluated_at: int = -1  # step of the last evaluation
+
+
 def main(args):
     args = resolve_args(args)
     if args.eval_only:
-        return common.evaluate_only(args, load_agent, evaluate)
-    folder = common.RunFolder(args)
+        own_flags = ("seed", "eval_episodes", "eval_epsilon")
+        return common.evaluate_only(args, load_agent, evaluate, own_flags)
+    folder = common.RunFolder(args, __file__)
     folder.check()
     device = common.pick_device(args.device)
     common.configure_torch(args.seed, device, args.torch_deterministic)
     env = make_env(args, device)
-    obs_shape, num_actions = env.observation_space.shape, int(env.action_space.n)
-    replay = common.place_replay(args.replay_device, device, functools.partial(
-        SequenceReplay, args.buffer_size, obs_shape[1:], args.frame_stack, args.seq_len, args.multi_step))
+    obs_shape = env.observation_space.shape  # (frame_stack, C, H, W)
+    num_actions = int(env.action_space.n)
+    replay = common.place_replay(
+        args.replay_device, device, SequenceReplay,
+        args.buffer_size, obs_shape[1:], args.frame_stack, args.seq_len, args.multi_step)
     agent = Agent(args, obs_shape, num_actions, device)
-    run_dir = folder.claim()
-    common.print_banner(args, run_dir, device, replay, PAPER)
 
-    step, update, game, last_eval, actions = 0, 0, 0, None, []
-    state = common.resume(run_dir, SCRIPT, args, agent, replay) if args.resume else None
-    if state is not None:
-        step, update, game, last_eval = state["step"], state["update"], state["game"], state["last_eval"]
-        actions = state["actions"].tolist()
-    logger = common.RunLogger(run_dir, args, METRICS, state)
-    progress, stop = common.Progress(args.total_timesteps), common.StopRequest()
+    stop = common.StopRequest()
+    run_dir = folder.claim(common.provenance(__file__, device, PACKAGES))
+    learning_steps = max(0, args.total_timesteps - args.min_replay)
+    updates = args.updates_per_step * math.ceil(learning_steps / args.replay_period)
+    common.print_plan(
+        args, run_dir, device, replay, PAPER, updates, agent.images_per_update(), agent.encode_once)
+    checkpoints = common.Checkpoints(folder, agent, replay)
+    counters = checkpoints.restore(Counters())
+    resumed_at = counters.step
+    logger = common.RunLogger(run_dir, args, checkpoints.logger_state)
+    progress = common.Progress(args.total_timesteps, counters.step)
 
-    def checkpoint():
-        common.require_finite(agent.non_finite, step, run_dir)
-        logger.mooss_pictures(step, agent.last_mooss_step, args.seq_len, 1.0)
-        common.save_checkpoint(run_dir, SCRIPT, args, agent, replay, logger, dict(
-            step=step, update=update, game=game, last_eval=last_eval, actions=torch.tensor(actions, dtype=torch.long),
-            agent_shape=(obs_shape, num_actions)))
-
-    # A game is its seed and its actions: to restore one that was half played, play it again.
-    obs, _ = env.reset(seed=common.derive_seed(args.seed, "training", game))
+    # A game is its seed and its actions: one that was half played is played again.
+    obs, _ = env.reset(seed=common.derive_seed(args.seed, "training", counters.game))
     score = 0.0
-    for action in actions:
-        obs, reward, terminated, _, _ = env.step(action)
+    last_score = None
+    for action in counters.actions:
+        obs, reward, life_lost, _, _ = env.step(action)
         score += float(reward)
-        if terminated:  # a life was lost
+        if life_lost:
             obs, _ = env.reset()
+    if counters.step == 0:
+        replay.begin_episode(obs[-1])
 
     while True:
+        step = counters.step
         finished = step >= args.total_timesteps
-        if stop.signal or finished or common.due(step, args.checkpoint_every, 1):
-            checkpoint()
-        if stop.signal:
+        if finished and counters.evaluated_at == step:
             break
-        if step != last_eval and (finished or common.due(step, args.eval_every, 1, first=True)):
+        if step != counters.evaluated_at and (finished or common.due(step, args.eval_every)):
+            keep_going = progress.evaluation_of(args.eval_episodes, stop)
             video = run_dir / "videos" / f"step_{step:09d}.mp4" if args.capture_video else None
-            episodes = evaluate(agent, args, device, step, video)
-            logger.evaluation(step, update, episodes)
-            progress.say(f"step {step:,}: {verdict(args, episodes)}")
-            last_eval = step
-        if finished:
-            checkpoint()
+            episodes = evaluate(agent, args, device, step, keep_going, video)
+            if episodes is not None:  # otherwise a signal came: it is repeated after a resume
+                counters.evaluated_at = step
+                logger.evaluation(step, counters.update, episodes)
+                progress.say(f"step {step:,}: score {verdict(args, episodes)}")
+        if stop.signal or finished or (
+                step > resumed_at and common.due(step, args.checkpoint_every)):
+            if args.aux_weight > 0 and counters.update > 0:
+                logger.pictures(step, mooss_pictures(agent, replay, counters.update))
+            checkpoints.save(counters, logger)
+        if stop.signal or finished:
             break
 
-        # Act, then update, then step the environment: on CUDA an update only queues kernels, and the emulator runs
-        # while the GPU computes.
-        if step < args.min_replay or (not args.noisy and torch.rand(()) < args.epsilon):
+        # Act, learn, then step the environment: on CUDA an update only queues kernels, and the
+        # emulator runs while the GPU computes.
+        random_action = step < args.min_replay
+        if not args.noisy:
+            random_action |= bool(torch.rand(()) < args.epsilon)
+        if random_action:
             action = int(torch.randint(num_actions, ()))
         else:
-            action = int(agent.act(obs[None], noisy=args.noisy)[0])
+            action = int(agent.act(obs, noisy=args.noisy))
+        counters.step += 1
         if step >= args.min_replay and step % args.replay_period == 0:
-            low, high = args.priority_correction
-            beta = low + (high - low) * (step - args.min_replay) / (args.total_timesteps - args.min_replay)
+            first, last = args.priority_correction
+            share = (step - args.min_replay) / (args.total_timesteps - args.min_replay)
+            beta = first + (last - first) * share
             for _ in range(args.updates_per_step):
-                log = update % args.log_every == 0
-                agent.update(replay, update, beta, log)
-                update += 1
+                log = counters.update % args.log_every == 0
+                agent.update(replay, counters.update, beta, log)
+                counters.update += 1
                 if log:
-                    common.require_finite(agent.non_finite, step, run_dir)
-                    logger.train(step, update, agent.metrics)
-                if device.type == "cpu" and args.preset == "paper":
-                    progress.warn_cpu((args.total_timesteps - step) * args.updates_per_step // args.replay_period)
-        progress.show(step, update, agent.metrics)
+                    common.require_finite(agent, counters.step, run_dir)
+                    logger.train(counters.step, counters.update, agent.metrics)
+        progress.show(counters.step, counters.update, {
+            "score": last_score,
+            "rl": agent.metrics.get("losses/rl"),
+            "mooss": agent.metrics.get("losses/mooss"),
+        })
 
-        next_obs, reward, terminated, _, info = env.step(action)
-        step += 1
-        actions.append(action)
+        obs, reward, terminated, _, info = env.step(action)
+        counters.actions.append(action)
         score += float(reward)
-        clipped = max(-args.reward_clip, min(args.reward_clip, float(reward))) if args.reward_clip else float(reward)
-        replay.add(obs[-1], action, clipped, terminated)
-        obs = next_obs
+        clip = args.reward_clip or math.inf
+        replay.add(action, float(np.clip(reward, -clip, clip)), terminated, obs[-1])
         if terminated:
-            if info.get("game_over", True):
-                agent.metrics["charts/episodic_return"] = score
-                logger.scalars(step, {"charts/episodic_return": score})
-                game, actions, score = game + 1, [], 0.0
-                obs, _ = env.reset(seed=common.derive_seed(args.seed, "training", game))
-            else:
-                obs, _ = env.reset()
+            game_over = info["game_over"]
+            if game_over:
+                logger.episode(counters.step, score)
+                last_score = score
+                score = 0.0
+                counters.game += 1
+                counters.actions = []
+            # A lost life ends only the episode: the game goes on, without a new seed.
+            seed = common.derive_seed(args.seed, "training", counters.game)
+            obs, _ = env.reset(seed=seed if game_over else None)
+            replay.begin_episode(obs[-1])
 
-    for thing in (stop, logger, env):
-        thing.close()
+    progress.bar.close()
+    stop.close()
+    logger.close()
+    env.close()
+    common.print_end(args, run_dir, stop)
     return 128 + stop.signal if stop.signal else 0
 
 
 if __name__ == "__main__":
-    common.run_cli(Args, main)
+    common.run_cli(Args, fill_presets, main)

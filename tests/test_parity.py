@@ -53,45 +53,55 @@ def start_value(name, parameter, salt):
 
 
 class GivenInputs:
-    """Stands where the replay does, and hands out the inputs of one update; `augment` and `masks` are its own too."""
+    """Stands where the replay does, and hands out the inputs of one update.
+
+    Its `augment` and `masks` replace the agent's own.
+    """
 
     def __init__(self, args, action_dim, salt):
         self.args = args
         self.action_dim = action_dim
         self.salt = salt
-        self.update = 0
+        self.index = 0
         self.views = []
 
-    def begin(self, update):
-        first, image = (4 * update + 64 * self.salt) * 10**8, (9, 84, 84)
-        steps = self.args.aux_batch_size * SEQ_LEN
-        obs, next_obs = (pixels(first + k * 10**8, self.args.batch_size, *image) for k in (0, 1))
-        keys, queries = (pixels(first + k * 10**8, steps, *image) for k in (2, 3))
-        self.update = update
-        self.views = [obs, next_obs, keys, queries.clone()]  # an update masks the last one in place; in the order in which an update asks for them
+    def begin(self, index):
+        first = (4 * index + 64 * self.salt) * 10**8
+        image = (9, 84, 84)
+        count = self.args.aux_batch_size * SEQ_LEN
+        obs = pixels(first, self.args.batch_size, *image)
+        next_obs = pixels(first + 10**8, self.args.batch_size, *image)
+        key_obs = pixels(first + 2 * 10**8, count, *image)
+        query_obs = pixels(first + 3 * 10**8, count, *image)
+        self.index = index
+        # In the order in which an update asks for them. It masks the queries in place.
+        self.views = [obs, next_obs, query_obs.clone(), key_obs]
 
-    def sample_rows(self, count, length=1):
+    def sample(self, count, length=1):
         return torch.zeros(count, dtype=torch.long)
 
-    def augment(self, *_, **__):
+    def observations(self, rows):
+        return None
+
+    def augment(self, *_):
         return self.views.pop(0)
 
-    def outcomes(self, rows):
+    def steps(self, rows):
         """Actions, rewards, terminated: of the RL batch, or of the sequences."""
-        phase = self.update if rows.dim() == 1 else self.update + 3
+        phase = self.index if rows.dim() == 1 else self.index + 3
         terminated = torch.zeros(rows.shape, dtype=torch.bool)
         terminated[..., 3] = rows.dim() == 1
-        return (wave(phase, *rows.shape, self.action_dim, height=0.9),
-                0.5 + 0.5 * wave(phase + 1, *rows.shape), terminated)
+        actions = wave(phase, *rows.shape, self.action_dim, height=0.9)
+        return actions, 0.5 + 0.5 * wave(phase + 1, *rows.shape), terminated
 
     def randn(self, *shape, **_):
-        return wave(self.update + 2, *shape, height=1.5)
+        return wave(self.index + 2, *shape, height=1.5)
 
-    def masks(self, update):
+    def masks(self, index):
         """The same mask for every sequence, as pixels (B * F, 1, H, W)."""
         args = self.args
         grid = (SEQ_LEN // args.cube_len, 12, 12)
-        cells = scrambled(np.arange(math.prod(grid)) + 1000 * update + self.salt) >> np.uint64(31)
+        cells = scrambled(np.arange(math.prod(grid)) + 1000 * index + self.salt) >> np.uint64(31)
         cube = np.ones((args.cube_len, args.cube_size, args.cube_size))
         mask = torch.from_numpy(np.kron(cells.reshape(grid), cube) == 1)  # (F, H, W)
         return mask.repeat(args.aux_batch_size, 1, 1)[:, None]
