@@ -483,7 +483,7 @@ def grid_neighbours(grid, connectivity):
     moves = torch.cartesian_prod(*[torch.arange(-1, 2)] * 3)  # (27, 3)
     # Of all moves to an adjacent cell, one leads nowhere; six change a single coordinate (D4).
     changed = moves.abs().sum(1)
-    moves = moves[(changed > 0) & (changed <= (3 if connectivity == 26 else 1))]
+    moves = moves[(changed > 0) & (changed <= {26: 3, 6: 1}[connectivity])]
     reached = cells[:, None] + moves  # (nodes, 26, 3)
     inside = ((reached >= 0) & (reached < torch.tensor(grid))).all(2)  # (nodes, 26)
     numbers = (reached * torch.tensor([grid[1] * grid[2], grid[2], 1])).sum(2).where(inside, 0)
@@ -692,6 +692,8 @@ class PredictiveDecoder(nn.Module):
 
     def __init__(self, state_dim, action_dim, depth=2, heads=4, head_dim=100, inputs="sa"):
         super().__init__()
+        if inputs not in ("none", "s", "sa", "sar"):
+            raise ValueError(f"unknown inputs of the decoder: {inputs}")
         self.inputs = inputs
         if inputs != "none":
             self.blocks = nn.ModuleList([
@@ -1141,8 +1143,12 @@ def evaluate(agent, args, device, step, keep_going, video=None):
             return None
         if video and 0 in playing:
             film.append(envs[0].render().repeat(2, axis=0).repeat(2, axis=1))  # (420, 320, 3)
-        actions = agent.act(np.stack([obs[game] for game in playing]))
-        for game, action in zip(list(playing), actions):
+        # On a GPU the batch keeps its shape: for a new one, the convolutions are tuned anew.
+        shown = list(playing) if device.type == "cpu" else games
+        actions = agent.act(np.stack([obs[game] for game in shown]))
+        for game, action in zip(shown, actions):
+            if game not in playing:
+                continue
             if dice[game].random() < args.eval_epsilon:
                 action = dice[game].integers(agent.num_actions)
             obs[game], reward, terminated, truncated, _ = envs[game].step(int(action))

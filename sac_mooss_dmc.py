@@ -442,7 +442,7 @@ def grid_neighbours(grid, connectivity):
     moves = torch.cartesian_prod(*[torch.arange(-1, 2)] * 3)  # (27, 3)
     # Of all moves to an adjacent cell, one leads nowhere; six change a single coordinate (D4).
     changed = moves.abs().sum(1)
-    moves = moves[(changed > 0) & (changed <= (3 if connectivity == 26 else 1))]
+    moves = moves[(changed > 0) & (changed <= {26: 3, 6: 1}[connectivity])]
     reached = cells[:, None] + moves  # (nodes, 26, 3)
     inside = ((reached >= 0) & (reached < torch.tensor(grid))).all(2)  # (nodes, 26)
     numbers = (reached * torch.tensor([grid[1] * grid[2], grid[2], 1])).sum(2).where(inside, 0)
@@ -643,6 +643,8 @@ class PredictiveDecoder(nn.Module):
 
     def __init__(self, state_dim, action_dim, depth=2, heads=4, head_dim=100, inputs="sa"):
         super().__init__()
+        if inputs not in ("none", "s", "sa", "sar"):
+            raise ValueError(f"unknown inputs of the decoder: {inputs}")
         self.inputs = inputs
         if inputs != "none":
             self.blocks = nn.ModuleList([
