@@ -2,7 +2,7 @@
 it. Paper: Sun et al., "MOOSS: Mask-Enhanced Temporal Contrastive Learning for Smooth State
 Evolution in Visual Reinforcement Learning" (WACV 2025).
 
-Marks such as `D3` and `A1` point to the ledger of details, which the README links.
+Marks such as `D3` and `A1` are rows of the ledger of details, benchmark/LEDGER.md.
 
     # two CPU cores, about an hour
     python rainbow_mooss_atari.py --env-id RoadRunner --preset laptop --total-timesteps 15000
@@ -17,8 +17,9 @@ Marks such as `D3` and `A1` point to the ledger of details, which the README lin
     # watch a run
     tensorboard --logdir runs
 
-Letters in the comments on shapes: B batch, F frames of a sequence, C channels, H and W height and
-width, d dimension of a state, n steps of a return, L temporal window.
+Letters in the comments on shapes: B batch, F frames of a sequence, C channels of an observation (1
+or 3 for each frame of its stack), H and W height and width, d dimension of a state, A number of
+actions, n steps of a return, L temporal window.
 """
 
 import os
@@ -26,7 +27,7 @@ import signal
 
 # On some virtual CPUs oneDNN picks AMX for bf16 and the process dies; torch reads this on import.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-if __name__ == "__main__":  # until there is something to save, Ctrl-C leaves quietly
+if __name__ == "__main__":  # Ctrl-C leaves quietly until `main` has something to save
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import concurrent.futures
@@ -91,7 +92,7 @@ class Args:
     augmentations: tuple[Literal["crop", "intensity"], ...] = ("crop", "intensity")
     crop_pad: int = 4  # replicated on each side before a random window is taken (pixels)
     intensity_scale: float = 0.05  # observations times 1 + this * clip(N(0, 1), -2, 2)
-    buffer_size: int = 100_000  # steps kept in the replay (agent steps)
+    buffer_size: int = 100_000  # frames kept in the replay (agent steps, and ends of episodes)
     min_replay: int = 2000  # random actions before learning starts (agent steps)
     reward_clip: float = 1.0  # rewards are clipped to [-this, this]; 0: as they are
     priority_exponent: float = 0.5  # priorities are raised to this
@@ -105,7 +106,7 @@ class Args:
     beta1: float = 0.9  # Adam beta_1
     beta2: float = 0.999  # Adam beta_2
     adam_eps: float = 1.5e-4  # Adam epsilon of encoder and Q head
-    max_grad_norm: float = 10.0  # gradient norm limit, of Rainbow and of MOOSS apart
+    max_grad_norm: float = 10.0  # gradient norm limit, one for Rainbow and one for MOOSS
     gamma: float = 0.99  # discount factor
     multi_step: int = 10  # length n of a return (agent steps)
     distributional: bool = True  # C51; otherwise expected values with a Huber loss
@@ -122,8 +123,8 @@ class Args:
     filter_sizes: tuple[int, ...] = (8, 4, 3)  # their kernel sizes
     strides: tuple[int, ...] = (4, 2, 1)  # their strides
     hidden_units: int = 256  # hidden units of the Q head
-    target_update_period: int = 1  # time between updates of Q target, key encoder (updates)
-    target_ema: float = 0.0  # their EMA m; 0: plain copies
+    target_update_period: int = 1  # time between updates of Q target and key encoder (updates)
+    target_ema: float = 0.0  # EMA m of Q target and key encoder; 0: plain copies
 
     # MOOSS
 
@@ -172,7 +173,7 @@ def fill_presets(args):
 def resolve_args(args):
     """The arguments with every preset filled in; values that cannot work are refused."""
     args = fill_presets(args)
-    followers = max(args.seq_len - 1, args.multi_step)  # rows that must follow the first of a batch
+    followers = max(args.seq_len - 1, args.multi_step)  # rows that a row needs behind it
     common.check_names(args)
     common.check_ranges(args, {
         "seed": (0, 2**32 - 1),
@@ -279,7 +280,7 @@ def make_env(args, device, training=True):
 
 
 # ------------------------------------------------------------------------------------------ replay
-NO_ACTION = -1
+NO_ACTION = -1  # of a row that closes an episode; such a row is never drawn
 
 
 class SequenceReplay:
@@ -338,9 +339,10 @@ class SequenceReplay:
             # A row was overwritten, and the next oldest ones lost a frame of their stacks.
             for row in range(self.oldest_row, self.oldest_row + self.frame_stack - 1):
                 self.priorities[row % self.capacity].fill_(0.0)
-        # One more row has all the rows it needs behind it: its priority is 1, unless it only
-        # closes an episode.
-        ready_row = self.newest_row - 1 - max(self.seq_len - 1, self.multi_step)
+        # The newest row that enough complete rows have followed by now may be drawn from here on,
+        # with priority 1, unless it only closes an episode.
+        newest_complete = self.newest_row - 1
+        ready_row = newest_complete - max(self.seq_len - 1, self.multi_step)
         if ready_row >= 0:
             slot = ready_row % self.capacity
             self.priorities[slot] = (self.actions[slot] != NO_ACTION).double()
@@ -357,11 +359,12 @@ class SequenceReplay:
         slots = torch.searchsorted(cumulative, place, right=True).clamp(max=self.capacity - 1)
         # A sum that is rounded may lead to a row that cannot be drawn: take the likeliest instead.
         slots = slots.where(self.priorities[slots] > 0, self.priorities.argmax())
-        probability = self.priorities[slots] / total
-        weights = (probability.min() / probability) ** beta
-        # The row that lives in a slot: the newest one, or as many rows older as slots further back.
-        rows = self.newest_row - (self.newest_row - slots) % self.capacity
-        return rows, weights.float()
+        # In (N p)^-beta over the largest, N and the sum of the priorities cancel.
+        priorities = self.priorities[slots]
+        weights = (priorities.min() / priorities) ** beta
+        # A slot that lies so many slots before the newest row's holds a row so much older.
+        ages = (self.newest_row - slots) % self.capacity
+        return self.newest_row - ages, weights.float()
 
     def set_priorities(self, rows, priorities, exponent):
         slots = rows % self.capacity
@@ -371,23 +374,23 @@ class SequenceReplay:
         """n-step returns (B,), cut at an episode's end (A2), and the discount (B,) after them."""
         steps = torch.arange(self.multi_step, device=self.device)
         slots = (rows[:, None] + steps) % self.capacity  # (B, n)
-        going_before, going_after = self._going(slots)
-        returns = (self.rewards[slots] * gamma**steps * going_before).sum(1)
-        return returns, gamma**self.multi_step * going_after[:, -1]
+        alive_before, alive_after = self._alive(slots)
+        returns = (self.rewards[slots] * gamma**steps * alive_before).sum(1)
+        return returns, gamma**self.multi_step * alive_after[:, -1]
 
     def sequences(self, rows):
         """Actions, rewards, and which steps lie before the episode's end (A3), each (B, F)."""
         steps = torch.arange(self.seq_len, device=self.device)
         slots = (rows[:, None] + steps) % self.capacity  # (B, F)
-        going_before, _ = self._going(slots)
-        return self.actions[slots], self.rewards[slots], going_before.bool()
+        alive_before, _ = self._alive(slots)
+        return self.actions[slots], self.rewards[slots], alive_before.bool()
 
-    def _going(self, slots):
-        """Whether the first slot's episode goes on before and after each step: (B, steps) both."""
-        going_after = (~self.terminated[slots]).float().cumprod(1)
-        at_first = torch.ones_like(going_after[:, :1])
-        going_before = torch.cat([at_first, going_after[:, :-1]], dim=1)
-        return going_before, going_after
+    def _alive(self, slots):
+        """Whether the episode of the first slot still runs before, after each: (B, steps) both."""
+        alive_after = (~self.terminated[slots]).float().cumprod(1)
+        alive_at_first = torch.ones_like(alive_after[:, :1])
+        alive_before = torch.cat([alive_at_first, alive_after[:, :-1]], dim=1)
+        return alive_before, alive_after
 
     def frames_of(self, rows, length):
         """The frames of `length` observations from each row (B,) on, oldest first.
@@ -398,6 +401,7 @@ class SequenceReplay:
         needed = rows[:, None] + steps  # (B, frame_stack - 1 + length)
         slots = needed % self.capacity
         frames = self.frames.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+        # Frames of a next episode need no care: those steps are not valid (A3), or weigh 0 (A2).
         exists = needed >= self.episode_starts[rows % self.capacity][:, None]
         return frames * exists[..., None, None, None]
 
@@ -421,26 +425,19 @@ class SequenceReplay:
 # ------------------------------------------------------------------------------------ augmentation
 def replicate_borders(frames, pad):
     """Frames (B, T, C, H, W) with `pad` pixels more on each side."""
-    floats = frames.flatten(0, 1).float()  # torch replicates only floats
-    padded = F.pad(floats, (pad, pad, pad, pad), mode="replicate").byte()
-    return padded.unflatten(0, frames.shape[:2])
+    size = frames.shape[-1]
+    nearest = torch.arange(-pad, size + pad, device=frames.device).clamp(0, size - 1)
+    return frames.index_select(3, nearest).index_select(4, nearest)
 
 
 def stack_frames(frames, frame_stack):
     """Frames (B, frame_stack - 1 + F, C, H, W) to stacks (B, F, frame_stack * C, H, W)."""
     length = frames.shape[1] - frame_stack + 1
-    # In memory the channels come last, which is what crops keep and convolutions are fast with.
-    frames = frames.movedim(2, 4)
+    # Put together along the last dimension: in memory the channels then come last, which crops
+    # keep and convolutions are fast with.
+    frames = frames.movedim(2, 4)  # (B, frame_stack - 1 + F, H, W, C)
     stacks = torch.cat([frames[:, age:age + length] for age in range(frame_stack)], dim=4)
     return stacks.movedim(4, 2)
-
-
-def crop(images, top, left, size):
-    """The window at (top, left) (N,) of each image: (N, C, H, W) -> (N, C, size, size)."""
-    # A view of all windows of all images costs nothing; indexing it copies one window of each.
-    windows = images.unfold(2, size, 1).unfold(3, size, 1)  # (N, C, tops, lefts, size, size)
-    every = torch.arange(len(images), device=images.device)
-    return windows[every, :, top, left]
 
 
 def random_crop(images, size, per_sequence=False):
@@ -452,9 +449,12 @@ def random_crop(images, size, per_sequence=False):
     places = images.shape[-1] - size + 1
     all_images = images.shape[:-3]
     drawn = (len(images), 1) if per_sequence else all_images
-    top = torch.randint(places, drawn, device=images.device).expand(all_images)
-    left = torch.randint(places, drawn, device=images.device).expand(all_images)
-    return crop(images.flatten(0, -4), top.flatten(), left.flatten(), size)
+    top = torch.randint(places, drawn, device=images.device).expand(all_images).flatten()
+    left = torch.randint(places, drawn, device=images.device).expand(all_images).flatten()
+    # A view of all windows of all images costs nothing; indexing it copies one window of each.
+    windows = images.flatten(0, -4).unfold(2, size, 1).unfold(3, size, 1)
+    every = torch.arange(len(windows), device=images.device)  # (N, C, tops, lefts, size, size)
+    return windows[every, :, top, left]  # (N, C, size, size)
 
 
 def scale(pixels, factor):
@@ -477,71 +477,64 @@ def augment(stacks, args):
 
 
 # ------------------------------------------------------------------------------------------- masks
-def grid_neighbours(grid, connectivity):
-    """The graph of cubes: neighbours (nodes, 26) of every node, and how many there are (nodes,)."""
-    cells = torch.cartesian_prod(*[torch.arange(size) for size in grid])  # (nodes, 3): t, h, w
-    moves = torch.cartesian_prod(*[torch.arange(-1, 2)] * 3)  # (27, 3)
-    # Of all moves to an adjacent cell, one leads nowhere; six change a single coordinate (D4).
-    changed = moves.abs().sum(1)
-    moves = moves[(changed > 0) & (changed <= {26: 3, 6: 1}[connectivity])]
-    reached = cells[:, None] + moves  # (nodes, 26, 3)
-    inside = ((reached >= 0) & (reached < torch.tensor(grid))).all(2)  # (nodes, 26)
-    numbers = (reached * torch.tensor([grid[1] * grid[2], grid[2], 1])).sum(2).where(inside, 0)
-    # The neighbours that exist come first, so that any index below their number finds one.
-    order = inside.int().argsort(dim=1, descending=True)
-    return numbers.gather(1, order), inside.sum(1)
-
-
 def random_walk_masks(count, grid, ratio, generator, connectivity=26, root="random"):
     """Masks (count, *grid), True = masked: the nodes that a random walk on the graph of cubes has
     visited when they are floor(ratio * nodes) (Eq. 2). All walks advance together.
     """
-    neighbours, degree = grid_neighbours(grid, connectivity)
-    nodes = len(degree)
-    visited = torch.zeros(count, nodes, dtype=torch.bool)
-    target = math.floor(ratio * nodes)
-    if target == 0:
-        return visited.view(count, *grid)
+    # Nodes are numbered in a grid with a wall around it: there, a move to a neighbour adds the same
+    # number at every node, and a walk notices where the grid ends.
+    inside = F.pad(torch.ones(grid, dtype=torch.bool), [1] * 6)
+    number_step = torch.tensor(inside.stride())  # what a step along t, h or w adds to the number
+    inside = inside.flatten()
+    nodes = inside.nonzero().flatten()
+
+    # All moves to an adjacent node change one to three coordinates by one (D4).
+    moves = torch.cartesian_prod(*[torch.arange(-1, 2)] * 3)  # (27, 3): along t, h, w
+    changed = moves.abs().sum(1)
+    if connectivity == 26:
+        moves = moves[changed > 0]
+    elif connectivity == 6:
+        moves = moves[changed == 1]
+    else:
+        raise ValueError(f"unknown connectivity of the graph: {connectivity}")
+    offsets = (moves * number_step).sum(1)  # (26,) or (6,)
 
     if root == "random":
-        here = torch.randint(nodes, (count,), generator=generator)
-    elif root == "fixed":
-        here = torch.full((count,), nodes // 2)  # D5: where the authors' walks begin
+        here = nodes[torch.randint(len(nodes), (count,), generator=generator)]
+    elif root == "fixed":  # D5: where the authors' walks begin
+        here = nodes[len(nodes) // 2].expand(count)
     else:
         raise ValueError(f"unknown root of the walk: {root}")
-    walk = torch.arange(count)  # the walks that still go; `here` and `missing` belong to them
-    missing = torch.full((count,), target - 1)
-    visited[walk, here] = True
 
-    while len(walk) > 0:
-        for draw in torch.rand(64, len(walk), generator=generator):
-            # Each walk steps to one of its node's neighbours, all equally likely.
-            choice = (draw * degree[here]).long()
-            here = neighbours[here, choice]
-            # A complete mask takes no more nodes, though its walk goes on to the end of the 64.
-            is_new = ~visited[walk, here] & (missing > 0)
-            visited[walk, here] |= is_new
-            missing -= is_new.long()
-        # Walks that have all their nodes leave. This costs more than a step, hence every 64.
-        unfinished = missing > 0
-        walk = walk[unfinished]
-        here = here[unfinished]
-        missing = missing[unfinished]
-    return visited.view(count, *grid)
+    walks = torch.arange(count)
+    visited = torch.zeros(count, len(inside), dtype=torch.bool)
+    missing = torch.full((count,), math.floor(ratio * len(nodes)))
+    while (missing > 0).any():
+        # A complete mask takes no more nodes while the other walks go on.
+        is_new = ~visited[walks, here] & (missing > 0)
+        visited[walks, here] |= is_new
+        missing -= is_new.long()
+        # Before the wall a walk stays and draws again, so that all real neighbours are as likely.
+        there = here + offsets[torch.randint(len(offsets), (count,), generator=generator)]
+        here = torch.where(inside[there], there, here)
+    time, height, width = grid
+    with_wall = visited.view(count, time + 2, height + 2, width + 2)
+    return with_wall[:, 1:-1, 1:-1, 1:-1]
 
 
 def uniform_cube_masks(count, grid, ratio, generator):
     """Masks (count, *grid), True = masked: floor(ratio * nodes) nodes, uniformly drawn, as MLR."""
     nodes = math.prod(grid)
-    rank = torch.rand(count, nodes, generator=generator).argsort(dim=1).argsort(dim=1)
+    order = torch.rand(count, nodes, generator=generator).argsort(dim=1)
+    rank = order.argsort(dim=1)  # of each node, in an order drawn at random
     return (rank < math.floor(ratio * nodes)).view(count, *grid)
 
 
 class MaskBank:
-    """The masks of every update, as a pure function of (seed, update).
+    """The masks of every update, as a pure function of (seed, index of the update).
 
-    A walk takes as long for one mask as for thousands, so those of 64 updates are drawn at once,
-    and a thread draws the next block while this one is used.
+    Walks for one update take nearly as long as walks for 64, so 64 updates' masks are drawn at
+    once, and a thread draws the next block while this one is used.
     """
 
     BLOCK = 64
@@ -555,12 +548,15 @@ class MaskBank:
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
         self.blocks = {}  # this block and the next: number -> future masks
 
-    def draw(self, block):
-        """Masks of 64 updates: (64, B, *grid)."""
+    def draw(self, number):
+        """Masks of a block of updates: (64, B, *grid), or (64, 1, *grid) if shared (D6).
+
+        This runs beside the training: whatever is random here must come from `generator`.
+        """
         args = self.args
-        seed = common.derive_seed(args.seed, "masks", block)
+        seed = common.derive_seed(args.seed, "masks", number)
         generator = torch.Generator().manual_seed(seed)
-        count = self.BLOCK * (1 if args.share_mask else self.batch_size)  # D6
+        count = self.BLOCK * (1 if args.share_mask else self.batch_size)
         if args.mask_type == "walk":
             masks = random_walk_masks(
                 count, self.grid, args.mask_ratio, generator, args.walk_connectivity,
@@ -569,17 +565,16 @@ class MaskBank:
             masks = uniform_cube_masks(count, self.grid, args.mask_ratio, generator)
         else:
             raise ValueError(f"unknown type of mask: {args.mask_type}")
-        return common.upload(masks.view(self.BLOCK, -1, *self.grid), self.device)
+        return common.upload(masks.unflatten(0, (self.BLOCK, -1)), self.device)
 
-    def __call__(self, update):
+    def __call__(self, index):
         """Masks of an update as pixels: (B * F, 1, H, W), True = masked."""
-        block = update // self.BLOCK
-        needed = (block, block + 1)
-        self.blocks = {
-            number: self.blocks.get(number) or self.thread.submit(self.draw, number)
-            for number in needed
-        }
-        cubes = self.blocks[block].result()[update % self.BLOCK]
+        number = index // self.BLOCK
+        for needed in (number, number + 1):
+            if needed not in self.blocks:
+                self.blocks[needed] = self.thread.submit(self.draw, needed)
+        self.blocks.pop(number - 1, None)
+        cubes = self.blocks[number].result()[index % self.BLOCK]
         masks = cubes.expand(self.batch_size, *self.grid)  # (B, F/f, H/h, W/w)
         masks = masks.repeat_interleave(self.args.cube_len, dim=1)
         masks = masks.repeat_interleave(self.args.cube_size, dim=2)
@@ -620,6 +615,11 @@ class NoisyLinear(nn.Linear):
         return out
 
 
+def full_precision(outputs):
+    """What networks leave in bf16, under --amp, as the floats that losses are computed in."""
+    return outputs.to(torch.get_default_dtype())
+
+
 class Stream(nn.Module):
     """Two layers of the Q head with a ReLU between."""
 
@@ -636,7 +636,7 @@ class Stream(nn.Module):
 class Network(nn.Module):
     """Encoder, Q head and, for MOOSS, the projection to a state.
 
-    Q target and key encoder are one copy of it.
+    One frozen copy of it serves both as Q target and as key encoder.
     """
 
     def __init__(self, args, channels, num_actions):
@@ -657,10 +657,10 @@ class Network(nn.Module):
 
     def features(self, obs):
         """Conv features, each sample rescaled to [0, 1]: (B, C, H, W) to (B, features)."""
-        x = self.convs(obs).float()
+        x = full_precision(self.convs(obs))
         low = x.min(1, keepdim=True).values
         high = x.max(1, keepdim=True).values
-        return (x - low) * (1 / (high - low).clamp(min=1e-5))
+        return (x - low) / (high - low).clamp(min=1e-5)
 
     def state(self, obs):
         return self.projection(self.features(obs))
@@ -668,11 +668,11 @@ class Network(nn.Module):
     def forward(self, obs, noisy=True):
         """Logits over atoms (B, actions, atoms), or Q values with one atom."""
         x = self.features(obs)
-        # The value is x; the gradient into the encoder is scaled by 1 / sqrt(2).
+        # Forwards this is x; backwards, the gradient that the encoder gets is scaled by 1/sqrt(2).
         x = x + (math.sqrt(0.5) - 1) * (x - x.detach())
-        out = self.advantage(x, noisy).view(-1, self.num_actions, self.atoms).float()
+        out = full_precision(self.advantage(x, noisy)).view(-1, self.num_actions, self.atoms)
         if self.value is not None:
-            value = self.value(x, noisy).view(-1, 1, self.atoms).float()
+            value = full_precision(self.value(x, noisy)).view(-1, 1, self.atoms)
             out = out - out.mean(1, keepdim=True) + value
         return out
 
@@ -742,6 +742,19 @@ class PredictiveDecoder(nn.Module):
 
 
 # -------------------------------------------------------------------------------------------- loss
+def within_sequences(similarity, seq_len):
+    """What each sequence has to do with itself: (B*F, B*F) to (B, F, F)."""
+    batch = len(similarity) // seq_len
+    blocks = similarity.view(batch, seq_len, batch, seq_len)
+    return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def steps_apart(seq_len, device):
+    """|i - j| for all steps i and j of a sequence: (F, F)."""
+    time = torch.arange(seq_len, device=device)
+    return (time[:, None] - time).abs()
+
+
 def temporal_contrastive_loss(
     similarity, seq_len, window, tau0=0.07, tau_step=0.075, reduction="mean", weights=None,
     valid=None,
@@ -758,17 +771,17 @@ def temporal_contrastive_loss(
         weights = similarity.new_ones(batch)
     if valid is None:
         valid = torch.ones(batch, seq_len, dtype=torch.bool, device=device)
-    # exp(nothing) is 0 and, unlike with -inf, no gradient becomes NaN.
-    nothing = torch.finfo(similarity.dtype).min
+    # exp(nothing) is 0, and no gradient becomes NaN as with -inf; it is still finite when it is
+    # divided by the smallest temperature.
+    nothing = torch.finfo(similarity.dtype).min * min(1.0, tau0)
 
     # From level to level the large part, the keys of other sequences, changes only its temperature;
     # what else changes lies in the small block of a sequence with itself.
     blocks = similarity.view(batch, seq_len, batch, seq_len)
-    own = torch.eye(batch, dtype=torch.bool, device=device)[:, None, :, None]
-    across = blocks.masked_fill(own | ~valid, nothing).flatten(2)  # (B, F, B*F)
-    within = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (B, F, F)
-    time = torch.arange(seq_len, device=device)
-    distance = (time[:, None] - time).abs()  # (F, F)
+    same_sequence = torch.eye(batch, dtype=torch.bool, device=device)[:, None, :, None]
+    across = blocks.masked_fill(same_sequence | ~valid, nothing).flatten(2)  # (B, F, B*F)
+    within = within_sequences(similarity, seq_len)  # (B, F, F)
+    distance = steps_apart(seq_len, device)  # (F, F)
 
     total = similarity.new_zeros(())
     counted_pairs = similarity.new_zeros(())
@@ -798,14 +811,11 @@ def rank_accuracy(similarity, seq_len, window, valid=None):
     """Of all pairs of keys that are l and l + 1 steps from a query (l < window), the share in which
     the nearer key is the more similar one. Chance is 0.5.
     """
-    batch = len(similarity) // seq_len
-    blocks = similarity.view(batch, seq_len, batch, seq_len)
-    within = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (B, query, key)
-    time = torch.arange(seq_len, device=similarity.device)
-    distance = (time[:, None] - time).abs()
+    within = within_sequences(similarity, seq_len)  # (B, query, key)
+    distance = steps_apart(seq_len, similarity.device)
     near = distance[:, :, None]  # (query, near, 1)
     far = distance[:, None, :]  # (query, 1, far)
-    pairs = ((near + 1 == far) & (near < window)).expand(batch, -1, -1, -1)
+    pairs = ((near + 1 == far) & (near < window)).expand(len(within), -1, -1, -1)
     if valid is not None:
         pairs = pairs & valid[:, :, None, None] & valid[:, None, :, None] & valid[:, None, None, :]
     right_order = within[:, :, :, None] > within[:, :, None, :]
@@ -842,7 +852,7 @@ class Agent(nn.Module):
         self.obs_shape = tuple(obs_shape)  # (frame_stack, C, H, W)
         self.num_actions = num_actions
         self.shape = (self.obs_shape, num_actions)  # what a checkpoint needs to build it again
-        self.unused = ()  # by those who only act: nothing
+        self.unused = ()  # names that those who only act do not need: none
         self.device = device
         self.online = Network(args, obs_shape[0] * obs_shape[1], num_actions)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
@@ -905,45 +915,42 @@ class Agent(nn.Module):
         return actions if obs.dim() == 5 else actions[0]
 
     def update(self, replay, index, beta, log):
-        """Update number `index`: RL on the first step of each sequence, MOOSS on all of them, one
-        backward pass for both, then the target network.
+        """Update number `index`: one batch, one step on L_rl + lambda * L_MOOSS, then priorities
+        and target network.
 
-        With the replay on its device, nothing here waits for it. `beta` is the importance
-        exponent; `log` asks for the metrics that cost something.
+        `beta` is the importance exponent; `log` asks for the metrics that cost something. Where the
+        replay is on the agent's device, the CPU waits for nothing here.
         """
         args = self.args
         self.online.draw_noise()
+
+        # Sample: RL learns from the first step of each sequence, MOOSS from all of them.
         rows, weights = replay.sample(args.batch_size, beta)  # (B,)
-        returns, discounts = common.upload(replay.returns(rows, args.gamma), self.device)
-        actions, rewards, valid = common.upload(replay.sequences(rows), self.device)
         weights = common.upload(weights, self.device)
+        returns, discounts = common.upload(replay.returns(rows, args.gamma), self.device)  # (B,)
+        actions, rewards, valid = common.upload(replay.sequences(rows), self.device)  # (B, F)
         stacks = self.stacks(replay, rows, args.seq_len if args.aux_weight > 0 else 1)
         next_stacks = self.stacks(replay, rows + args.multi_step, 1)
-        obs = augment(stacks[:, :1], args)  # (B, C, H, W)
-        rl_batch = (
-            obs, actions[:, 0], returns, discounts, augment(next_stacks, args),
-            augment(next_stacks, args))
 
+        # Augment: every use of an observation has a crop and an intensity of its own.
+        obs = augment(stacks[:, :1], args)  # (B, C, H, W)
+        next_obs = augment(next_stacks, args)  # here the online network chooses the action
+        next_obs_target = augment(next_stacks, args)  # and here the target network values it
+        rl_batch = (obs, actions[:, 0], returns, discounts, next_obs, next_obs_target)
         mooss_batch = None
         if args.aux_weight > 0:
-            query_obs = augment(stacks, args)  # (B * F, C, H, W)
-            masks = self.masks(index)  # (B * F, 1, H, W)
-            query_obs *= ~masks
-            keys = self.encode_keys(augment(stacks, args))  # (B * F, d)
-            one_hot = (actions[..., None] == torch.arange(self.num_actions, device=self.device))
-            mooss_weights = weights if args.aux_is_weights else torch.ones_like(weights)  # A5
-            mooss_batch = (
-                query_obs, keys, one_hot.float(), rewards[..., None], valid, mooss_weights)
+            mooss_batch = self.mooss_batch(stacks, actions, rewards, valid, weights, index)
 
         outputs = self.learn(weights, rl_batch, mooss_batch)
-        replay.set_priorities(
-            rows, common.upload(outputs["priorities"], replay.device), args.priority_exponent)
+        # Plainly copied: memory of the host must not be read before such a copy has come to an end.
+        priorities = outputs["priorities"].to(replay.device)
+        replay.set_priorities(rows, priorities, args.priority_exponent)
         self.update_targets(index)
         self.metrics |= {"rainbow/is_exponent": beta, "charts/learning_rate": args.learning_rate}
         if log:
             self.metrics |= self.encoder_metrics(obs)
         if log and args.aux_weight > 0:
-            self.metrics |= self.mooss_metrics(outputs["similarity"], valid, masks)
+            self.metrics |= self.mooss_metrics(outputs["similarity"], valid, index)
 
     def stacks(self, replay, rows, length):
         """Stacks of `length` observations from each row on, with borders for the crops to come."""
@@ -1011,11 +1018,23 @@ class Agent(nn.Module):
 
     # MOOSS
 
+    def mooss_batch(self, stacks, actions, rewards, valid, weights, index):
+        """Masked query observations, and keys from another view of the same ones."""
+        query_obs = augment(stacks, self.args)  # (B * F, C, H, W)
+        query_obs *= ~self.masks(index)  # (B * F, 1, H, W)
+        keys = self.encode_keys(augment(stacks, self.args))  # (B * F, d)
+        # Zeros for the row that closes an episode, whose action -1 `F.one_hot` would refuse.
+        every_action = torch.arange(self.num_actions, device=self.device)
+        one_hot = (actions[..., None] == every_action).float()  # (B, F, A)
+        if not self.args.aux_is_weights:  # A5
+            weights = torch.ones_like(weights)
+        return query_obs, keys, one_hot, rewards[..., None], valid, weights
+
     @torch.no_grad()
     def encode_keys(self, key_obs):
         """Unmasked observations through the momentum encoder: (B * F, C, H, W) to (B * F, d)."""
         with self.autocast():
-            return self.target.state(key_obs).to(self.bilinear.dtype)
+            return full_precision(self.target.state(key_obs))
 
     def mooss_loss(self, masked_obs, keys, actions, rewards, valid, weights):
         """L_MOOSS of a batch of sequences, and the similarity (B*F, B*F) that it ranks."""
@@ -1023,15 +1042,18 @@ class Agent(nn.Module):
         with self.autocast():
             states = self.online.state(masked_obs).unflatten(0, (-1, args.seq_len))  # (B, F, d)
             queries = self.decoder(states, actions, rewards)
-        queries = queries.flatten(0, 1).to(self.bilinear.dtype)  # (B * F, d)
-        if args.normalize_embeddings:  # D3
-            queries = F.normalize(queries, dim=1, eps=1e-3)
-            keys = F.normalize(keys, dim=1, eps=1e-3)
-        similarity = queries @ self.bilinear @ keys.T  # (B * F, B * F)
+        similarity = self.similarity(full_precision(queries.flatten(0, 1)), keys)
         loss = temporal_contrastive_loss(
             similarity, args.seq_len, args.temporal_window, args.tau0, args.tau_step,
             args.level_reduction, weights, valid)
         return loss, similarity
+
+    def similarity(self, queries, keys):
+        """q^T W k of all queries (rows) and keys (columns), each (B * F, d): (B * F, B * F)."""
+        if self.args.normalize_embeddings:  # D3
+            queries = F.normalize(queries, dim=1, eps=1e-3)
+            keys = F.normalize(keys, dim=1, eps=1e-3)
+        return queries @ self.bilinear @ keys.T
 
     # Targets and metrics
 
@@ -1044,19 +1066,19 @@ class Agent(nn.Module):
                 copied.copy_(buffer)
 
     @torch.no_grad()
-    def mooss_metrics(self, similarity, valid, masks):
+    def mooss_metrics(self, similarity, valid, index):
+        """What the queries found; the loss without importance weights, which change over a run."""
         args = self.args
         is_valid = valid.flatten()
         best_key = similarity.masked_fill(~is_valid, -math.inf).argmax(1)
         own_key = torch.arange(len(similarity), device=self.device)
         found = (best_key == own_key) & is_valid
-        # Without importance weights, which would make it fall with their exponent.
         loss = temporal_contrastive_loss(
             similarity, args.seq_len, args.temporal_window, args.tau0, args.tau_step,
             args.level_reduction, valid=valid)
         return {
             "losses/mooss": loss,
-            "mooss/mask_fraction": masks.float().mean(),
+            "mooss/mask_fraction": self.masks(index).float().mean(),
             "mooss/valid_fraction": valid.float().mean(),
             "mooss/top1_accuracy": found.sum() / is_valid.sum(),
             "mooss/rank_accuracy": rank_accuracy(
@@ -1072,10 +1094,10 @@ class Agent(nn.Module):
         with self.autocast():
             features = self.online.features(obs)
             states = self.online.projection(features) if self.args.aux_weight > 0 else features
-            activations = self.online.convs(obs)
         return {
             "encoder/state_std": states.float().std(0).mean(),
-            "encoder/dead_features": (activations == 0).all(0).float().mean(),
+            # The minimum, which became 0, is that of a dead feature as soon as there is one.
+            "encoder/dead_features": (features == 0).all(0).float().mean(),
         }
 
 
@@ -1093,13 +1115,12 @@ def mooss_pictures(agent, replay, index):
     with torch.random.fork_rng():
         rows, weights = replay.sample(args.batch_size, 0.0)
         actions, rewards, valid = common.upload(replay.sequences(rows), agent.device)
+        weights = common.upload(weights, agent.device)
         stacks = agent.stacks(replay, rows, args.seq_len)
+        batch = agent.mooss_batch(stacks, actions, rewards, valid, weights, index)
         obs = augment(stacks, args)
-        keys = agent.encode_keys(augment(stacks, args))
     masked_obs = obs * ~agent.masks(index)
-    one_hot = (actions[..., None] == torch.arange(agent.num_actions, device=agent.device)).float()
-    _, similarity = agent.mooss_loss(
-        masked_obs, keys, one_hot, rewards[..., None], valid, common.upload(weights, agent.device))
+    _, similarity = agent.mooss_loss(*batch)
     return {
         "mooss/masked_observations": picture_of_masks(
             obs, masked_obs, args.seq_len, agent.obs_shape[1]),
@@ -1117,8 +1138,7 @@ def picture_of_masks(obs, masked_obs, seq_len, channels):
 
 def picture_of_similarity(similarity, seq_len):
     """How similar queries (rows) and keys (columns) of a sequence are: (1, 1, H, W) in bytes."""
-    blocks = similarity.view(-1, seq_len, len(similarity) // seq_len, seq_len)
-    mean = blocks.diagonal(dim1=0, dim2=2).mean(2)  # over the sequences of the batch
+    mean = within_sequences(similarity, seq_len).mean(0)  # over the sequences of the batch
     return common.heat_map(mean, "queries", "keys")
 
 
@@ -1228,7 +1248,7 @@ def main(args):
         score += float(reward)
         if life_lost:
             obs, _ = env.reset()
-    if counters.step == 0:
+    if replay.newest_row < 0:  # a checkpoint of step 0 holds this frame already
         replay.begin_episode(obs[-1])
 
     while True:
@@ -1236,7 +1256,11 @@ def main(args):
         finished = step >= args.total_timesteps
         if finished and counters.evaluated_at == step:
             break
-        if step != counters.evaluated_at and (finished or common.due(step, args.eval_every)):
+        # Not again after a resume: what was done at this step is in the checkpoint.
+        evaluation_due = step != counters.evaluated_at and (
+            finished or common.due(step, args.eval_every))
+        checkpoint_due = step > resumed_at and common.due(step, args.checkpoint_every)
+        if evaluation_due:
             keep_going = progress.evaluation_of(args.eval_episodes, stop)
             video = run_dir / "videos" / f"step_{step:09d}.mp4" if args.capture_video else None
             episodes = evaluate(agent, args, device, step, keep_going, video)
@@ -1244,8 +1268,7 @@ def main(args):
                 counters.evaluated_at = step
                 logger.evaluation(step, counters.update, episodes)
                 progress.say(f"step {step:,}: score {verdict(args, episodes)}")
-        if stop.signal or finished or (
-                step > resumed_at and common.due(step, args.checkpoint_every)):
+        if checkpoint_due or finished or stop.signal:
             if args.aux_weight > 0 and counters.update > 0:
                 logger.pictures(step, mooss_pictures(agent, replay, counters.update))
             checkpoints.save(counters, logger)

@@ -2,7 +2,7 @@
 loss beside it. Paper: Sun et al., "MOOSS: Mask-Enhanced Temporal Contrastive Learning for Smooth
 State Evolution in Visual Reinforcement Learning" (WACV 2025).
 
-Marks such as `D7` point to the ledger of details, which the README links.
+Marks such as `D7` are rows of the ledger of details, benchmark/LEDGER.md.
 
     # two CPU cores, about two hours
     python sac_mooss_dmc.py --env-id cartpole-swingup --preset laptop
@@ -17,8 +17,9 @@ Marks such as `D7` point to the ledger of details, which the README links.
     # watch a run
     tensorboard --logdir runs
 
-Letters in the comments on shapes: B batch, F frames of a sequence, C channels, H and W height and
-width, d dimension of a state, A dimension of an action, L temporal window.
+Letters in the comments on shapes: B batch, F frames of a sequence, C channels of an observation (3
+for each frame of its stack), H and W height and width, d dimension of a state, A dimension of an
+action, L temporal window.
 """
 
 import os
@@ -26,7 +27,7 @@ import signal
 
 # On some virtual CPUs oneDNN picks AMX for bf16 and the process dies; torch reads this on import.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-if __name__ == "__main__":  # until there is something to save, Ctrl-C leaves quietly
+if __name__ == "__main__":  # Ctrl-C leaves quietly until `main` has something to save
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import concurrent.futures
@@ -89,7 +90,7 @@ class Args:
     intensity_scale: float = 0.05  # observations times 1 + this * clip(N(0, 1), -2, 2)
     rl_intensity: bool = False  # random intensity on the RL batch too (D9)
     crop_per_sequence: bool = False  # one crop for an auxiliary sequence (D10)
-    pixel_scale: float = None  # pixels are divided by this (D11)
+    pixel_scale: float = None  # divisor of the pixels (D11)
     buffer_size: int = 100_000  # frames kept in the replay (agent steps)
     init_steps: int = 1000  # random actions before learning starts (agent steps)
 
@@ -118,8 +119,8 @@ class Args:
     aux_weight: float = 0.1  # weight lambda of the MOOSS loss; 0 is the paper's Base
     aux_batch_size: int = None  # sequences per auxiliary batch
     aux_lr: float = None  # learning rate of the MOOSS step
-    aux_warmup_steps: int = 6000  # its linear warm-up (updates; 0: constant rate; D7)
-    aux_lr_decay: bool = True  # after the warm-up the rate falls as 1 / sqrt(update) (D7)
+    aux_warmup_steps: int = 6000  # linear warm-up of --aux-lr (updates; 0: constant rate; D7)
+    aux_lr_decay: bool = True  # after the warm-up --aux-lr falls as 1 / sqrt(update) (D7)
     max_grad_norm: float = 10.0  # gradient norm limit of the MOOSS step (D14)
     seq_len: int = 16  # sequence length F (agent steps)
     cube_size: int = 7  # spatial size of a cube, h = w (pixels)
@@ -214,7 +215,7 @@ def resolve_args(args):
 class ActionRepeat(gym.Wrapper):
     """Take an action several times and sum its rewards.
 
-    The wrapper around this one renders only what the last of them leaves.
+    Frames are rendered by the wrapper around this one, so only after the last of these steps.
     """
 
     def __init__(self, env, repeat):
@@ -257,10 +258,10 @@ def make_env(args, device):
 
     tasks = ["-".join(task) for task in shimmy.utils.envs_configs.DM_CONTROL_SUITE_ENVS]
     common.require_known("--env-id", args.env_id, tasks)
-    # What `env.render()` shows is for people: videos.
-    view = dict(height=VIDEO_SIZE, width=VIDEO_SIZE, camera_id=args.camera_id)
+    # These are for `env.render()`, which films for people; the network has a size of its own.
+    film = dict(height=VIDEO_SIZE, width=VIDEO_SIZE, camera_id=args.camera_id)
     env = gym.make(
-        f"dm_control/{args.env_id}-v0", render_mode="rgb_array", render_kwargs=view,
+        f"dm_control/{args.env_id}-v0", render_mode="rgb_array", render_kwargs=film,
         disable_env_checker=True)
     check_task(args, env.unwrapped)
     env = gym.wrappers.RescaleAction(env, -1.0, 1.0)
@@ -274,7 +275,7 @@ def check_task(args, task):
     """Refuse what this task of the suite cannot do."""
     model = task.physics.model
     largest = min(model.vis.global_.offwidth, model.vis.global_.offheight)
-    limit = task._step_limit
+    limit = task._step_limit  # env steps
     common.require(
         args.camera_id < model.ncam,
         f"--camera-id {args.camera_id} does not exist: {args.env_id} has -1 (free) to "
@@ -310,7 +311,8 @@ class SequenceReplay:
         self.actions = torch.zeros(capacity, action_dim, device=device)
         self.rewards = torch.zeros(capacity, device=device)
         self.terminated = torch.zeros(capacity, dtype=torch.bool, device=device)
-        # The row at which a row's episode began. It decides what can be drawn, so it is the CPU's.
+        # The row at which a row's episode began. It stays on the CPU, where `sample` reads it
+        # without waiting for the GPU.
         self.episode_starts = torch.zeros(capacity, dtype=torch.long)
         self.newest_row = -1
         self.newest_start = 0
@@ -342,15 +344,15 @@ class SequenceReplay:
         return max(0, self.newest_row + 1 - self.capacity)
 
     def sample(self, count, length=1):
-        """Rows (count,), drawn uniformly from those that `length` rows of their episode follow."""
+        """Rows (count,) with `length` later rows in their episode, drawn uniformly."""
         found = torch.zeros(0, dtype=torch.long)
         for _ in range(10_000):
             rows = torch.randint(self.oldest_row, self.newest_row - length + 1, (count,))
             starts = self.episode_starts[rows % self.capacity]
-            last_starts = self.episode_starts[(rows + length) % self.capacity]
-            oldest_frame = torch.maximum(starts, rows - self.frame_stack + 1)
+            starts_at_end = self.episode_starts[(rows + length) % self.capacity]
+            oldest_stacked = torch.maximum(starts, rows - self.frame_stack + 1)
             # A sequence stays within an episode (D16, D17), and no frame of it is overwritten yet.
-            good = (starts == last_starts) & (oldest_frame >= self.oldest_row)
+            good = (starts == starts_at_end) & (oldest_stacked >= self.oldest_row)
             # Bad rows are drawn again: they are few, and the good ones stay uniform.
             found = torch.cat([found, rows[good]])
             if len(found) >= count:
@@ -388,14 +390,6 @@ class SequenceReplay:
 
 
 # ------------------------------------------------------------------------------------ augmentation
-def crop(images, top, left, size):
-    """The window at (top, left) (N,) of each image: (N, C, H, W) -> (N, C, size, size)."""
-    # A view of all windows of all images costs nothing; indexing it copies one window of each.
-    windows = images.unfold(2, size, 1).unfold(3, size, 1)  # (N, C, tops, lefts, size, size)
-    every = torch.arange(len(images), device=images.device)
-    return windows[every, :, top, left]
-
-
 def random_crop(images, size, per_sequence=False):
     """Windows at random places: (B, ..., C, H, W) -> (N, C, size, size), N = B * ...
 
@@ -405,9 +399,12 @@ def random_crop(images, size, per_sequence=False):
     places = images.shape[-1] - size + 1
     all_images = images.shape[:-3]
     drawn = (len(images), 1) if per_sequence else all_images
-    top = torch.randint(places, drawn, device=images.device).expand(all_images)
-    left = torch.randint(places, drawn, device=images.device).expand(all_images)
-    return crop(images.flatten(0, -4), top.flatten(), left.flatten(), size)
+    top = torch.randint(places, drawn, device=images.device).expand(all_images).flatten()
+    left = torch.randint(places, drawn, device=images.device).expand(all_images).flatten()
+    # A view of all windows of all images costs nothing; indexing it copies one window of each.
+    windows = images.flatten(0, -4).unfold(2, size, 1).unfold(3, size, 1)
+    every = torch.arange(len(windows), device=images.device)  # (N, C, tops, lefts, size, size)
+    return windows[every, :, top, left]  # (N, C, size, size)
 
 
 def centre_crop(images, size):
@@ -436,71 +433,64 @@ def augment(images, args, device, intensity, crop_per_sequence=False):
 
 
 # ------------------------------------------------------------------------------------------- masks
-def grid_neighbours(grid, connectivity):
-    """The graph of cubes: neighbours (nodes, 26) of every node, and how many there are (nodes,)."""
-    cells = torch.cartesian_prod(*[torch.arange(size) for size in grid])  # (nodes, 3): t, h, w
-    moves = torch.cartesian_prod(*[torch.arange(-1, 2)] * 3)  # (27, 3)
-    # Of all moves to an adjacent cell, one leads nowhere; six change a single coordinate (D4).
-    changed = moves.abs().sum(1)
-    moves = moves[(changed > 0) & (changed <= {26: 3, 6: 1}[connectivity])]
-    reached = cells[:, None] + moves  # (nodes, 26, 3)
-    inside = ((reached >= 0) & (reached < torch.tensor(grid))).all(2)  # (nodes, 26)
-    numbers = (reached * torch.tensor([grid[1] * grid[2], grid[2], 1])).sum(2).where(inside, 0)
-    # The neighbours that exist come first, so that any index below their number finds one.
-    order = inside.int().argsort(dim=1, descending=True)
-    return numbers.gather(1, order), inside.sum(1)
-
-
 def random_walk_masks(count, grid, ratio, generator, connectivity=26, root="random"):
     """Masks (count, *grid), True = masked: the nodes that a random walk on the graph of cubes has
     visited when they are floor(ratio * nodes) (Eq. 2). All walks advance together.
     """
-    neighbours, degree = grid_neighbours(grid, connectivity)
-    nodes = len(degree)
-    visited = torch.zeros(count, nodes, dtype=torch.bool)
-    target = math.floor(ratio * nodes)
-    if target == 0:
-        return visited.view(count, *grid)
+    # Nodes are numbered in a grid with a wall around it: there, a move to a neighbour adds the same
+    # number at every node, and a walk notices where the grid ends.
+    inside = F.pad(torch.ones(grid, dtype=torch.bool), [1] * 6)
+    number_step = torch.tensor(inside.stride())  # what a step along t, h or w adds to the number
+    inside = inside.flatten()
+    nodes = inside.nonzero().flatten()
+
+    # All moves to an adjacent node change one to three coordinates by one (D4).
+    moves = torch.cartesian_prod(*[torch.arange(-1, 2)] * 3)  # (27, 3): along t, h, w
+    changed = moves.abs().sum(1)
+    if connectivity == 26:
+        moves = moves[changed > 0]
+    elif connectivity == 6:
+        moves = moves[changed == 1]
+    else:
+        raise ValueError(f"unknown connectivity of the graph: {connectivity}")
+    offsets = (moves * number_step).sum(1)  # (26,) or (6,)
 
     if root == "random":
-        here = torch.randint(nodes, (count,), generator=generator)
-    elif root == "fixed":
-        here = torch.full((count,), nodes // 2)  # D5: where the authors' walks begin
+        here = nodes[torch.randint(len(nodes), (count,), generator=generator)]
+    elif root == "fixed":  # D5: where the authors' walks begin
+        here = nodes[len(nodes) // 2].expand(count)
     else:
         raise ValueError(f"unknown root of the walk: {root}")
-    walk = torch.arange(count)  # the walks that still go; `here` and `missing` belong to them
-    missing = torch.full((count,), target - 1)
-    visited[walk, here] = True
 
-    while len(walk) > 0:
-        for draw in torch.rand(64, len(walk), generator=generator):
-            # Each walk steps to one of its node's neighbours, all equally likely.
-            choice = (draw * degree[here]).long()
-            here = neighbours[here, choice]
-            # A complete mask takes no more nodes, though its walk goes on to the end of the 64.
-            is_new = ~visited[walk, here] & (missing > 0)
-            visited[walk, here] |= is_new
-            missing -= is_new.long()
-        # Walks that have all their nodes leave. This costs more than a step, hence every 64.
-        unfinished = missing > 0
-        walk = walk[unfinished]
-        here = here[unfinished]
-        missing = missing[unfinished]
-    return visited.view(count, *grid)
+    walks = torch.arange(count)
+    visited = torch.zeros(count, len(inside), dtype=torch.bool)
+    missing = torch.full((count,), math.floor(ratio * len(nodes)))
+    while (missing > 0).any():
+        # A complete mask takes no more nodes while the other walks go on.
+        is_new = ~visited[walks, here] & (missing > 0)
+        visited[walks, here] |= is_new
+        missing -= is_new.long()
+        # Before the wall a walk stays and draws again, so that all real neighbours are as likely.
+        there = here + offsets[torch.randint(len(offsets), (count,), generator=generator)]
+        here = torch.where(inside[there], there, here)
+    time, height, width = grid
+    with_wall = visited.view(count, time + 2, height + 2, width + 2)
+    return with_wall[:, 1:-1, 1:-1, 1:-1]
 
 
 def uniform_cube_masks(count, grid, ratio, generator):
     """Masks (count, *grid), True = masked: floor(ratio * nodes) nodes, uniformly drawn, as MLR."""
     nodes = math.prod(grid)
-    rank = torch.rand(count, nodes, generator=generator).argsort(dim=1).argsort(dim=1)
+    order = torch.rand(count, nodes, generator=generator).argsort(dim=1)
+    rank = order.argsort(dim=1)  # of each node, in an order drawn at random
     return (rank < math.floor(ratio * nodes)).view(count, *grid)
 
 
 class MaskBank:
-    """The masks of every update, as a pure function of (seed, update).
+    """The masks of every update, as a pure function of (seed, index of the update).
 
-    A walk takes as long for one mask as for thousands, so those of 64 updates are drawn at once,
-    and a thread draws the next block while this one is used.
+    Walks for one update take nearly as long as walks for 64, so 64 updates' masks are drawn at
+    once, and a thread draws the next block while this one is used.
     """
 
     BLOCK = 64
@@ -514,12 +504,15 @@ class MaskBank:
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
         self.blocks = {}  # this block and the next: number -> future masks
 
-    def draw(self, block):
-        """Masks of 64 updates: (64, B, *grid)."""
+    def draw(self, number):
+        """Masks of a block of updates: (64, B, *grid), or (64, 1, *grid) if shared (D6).
+
+        This runs beside the training: whatever is random here must come from `generator`.
+        """
         args = self.args
-        seed = common.derive_seed(args.seed, "masks", block)
+        seed = common.derive_seed(args.seed, "masks", number)
         generator = torch.Generator().manual_seed(seed)
-        count = self.BLOCK * (1 if args.share_mask else self.batch_size)  # D6
+        count = self.BLOCK * (1 if args.share_mask else self.batch_size)
         if args.mask_type == "walk":
             masks = random_walk_masks(
                 count, self.grid, args.mask_ratio, generator, args.walk_connectivity,
@@ -528,17 +521,16 @@ class MaskBank:
             masks = uniform_cube_masks(count, self.grid, args.mask_ratio, generator)
         else:
             raise ValueError(f"unknown type of mask: {args.mask_type}")
-        return common.upload(masks.view(self.BLOCK, -1, *self.grid), self.device)
+        return common.upload(masks.unflatten(0, (self.BLOCK, -1)), self.device)
 
-    def __call__(self, update):
+    def __call__(self, index):
         """Masks of an update as pixels: (B * F, 1, H, W), True = masked."""
-        block = update // self.BLOCK
-        needed = (block, block + 1)
-        self.blocks = {
-            number: self.blocks.get(number) or self.thread.submit(self.draw, number)
-            for number in needed
-        }
-        cubes = self.blocks[block].result()[update % self.BLOCK]
+        number = index // self.BLOCK
+        for needed in (number, number + 1):
+            if needed not in self.blocks:
+                self.blocks[needed] = self.thread.submit(self.draw, needed)
+        self.blocks.pop(number - 1, None)
+        cubes = self.blocks[number].result()[index % self.BLOCK]
         masks = cubes.expand(self.batch_size, *self.grid)  # (B, F/f, H/h, W/w)
         masks = masks.repeat_interleave(self.args.cube_len, dim=1)
         masks = masks.repeat_interleave(self.args.cube_size, dim=2)
@@ -553,11 +545,16 @@ def init_weights(module):
         nn.init.orthogonal_(module.weight)
         nn.init.zeros_(module.bias)
     elif isinstance(module, nn.Conv2d):
+        nn.init.zeros_(module.weight)
         middle = module.kernel_size[0] // 2
         centre = module.weight.data[:, :, middle, middle]
-        nn.init.zeros_(module.weight)
         nn.init.orthogonal_(centre, nn.init.calculate_gain("relu"))
         nn.init.zeros_(module.bias)
+
+
+def full_precision(outputs):
+    """What networks leave in bf16, under --amp, as the floats that losses are computed in."""
+    return outputs.to(torch.get_default_dtype())
 
 
 def mlp(inputs, hidden, outputs):
@@ -579,7 +576,8 @@ class Encoder(nn.Module):
         for _ in range(3):
             layers += [nn.Conv2d(num_filters, num_filters, 3), nn.ReLU(inplace=True)]
         self.convs = nn.Sequential(*layers, nn.Flatten())
-        side = (image_size - 3) // 2 + 1 - 6  # 35 for images of 84 x 84
+        # The first conv halves the side, each other one takes 2 pixels: 35 for images of 84 x 84.
+        side = (image_size - 3) // 2 + 1 - 6
         self.feature_count = num_filters * side**2
         self.projection = nn.Sequential(
             nn.Linear(self.feature_count, state_dim), nn.LayerNorm(state_dim))
@@ -602,9 +600,8 @@ class Actor(nn.Module):
         self.head = mlp(state_dim, hidden_dim, 2 * action_dim)
 
     def forward(self, features):
-        """Mean and log standard deviation (B, A) before the tanh, out of bf16."""
-        outputs = self.head(self.projection(features))
-        outputs = outputs.to(self.head[0].weight.dtype)
+        """Mean and log standard deviation (B, A) before the tanh."""
+        outputs = full_precision(self.head(self.projection(features)))
         mean, log_std = outputs.chunk(2, dim=-1)
         share = (torch.tanh(log_std) + 1) / 2
         return mean, LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) * share
@@ -619,7 +616,7 @@ class Actor(nn.Module):
 
 
 class Critic(nn.Module):
-    """Encoder and two Q functions of state and action."""
+    """Two Q functions of state and action, and the encoder that makes states."""
 
     def __init__(self, encoder, state_dim, hidden_dim, action_dim):
         super().__init__()
@@ -627,10 +624,9 @@ class Critic(nn.Module):
         self.heads = nn.ModuleList([mlp(state_dim + action_dim, hidden_dim, 1) for _ in range(2)])
 
     def forward(self, state, action):
-        """Two Q values (B, 1), out of bf16."""
+        """Two Q values (B, 1)."""
         state_action = torch.cat([state, action], dim=-1)
-        q1, q2 = [head(state_action).to(action.dtype) for head in self.heads]
-        return q1, q2
+        return [full_precision(head(state_action)) for head in self.heads]
 
 
 class PredictiveDecoder(nn.Module):
@@ -693,6 +689,19 @@ class PredictiveDecoder(nn.Module):
 
 
 # -------------------------------------------------------------------------------------------- loss
+def within_sequences(similarity, seq_len):
+    """What each sequence has to do with itself: (B*F, B*F) to (B, F, F)."""
+    batch = len(similarity) // seq_len
+    blocks = similarity.view(batch, seq_len, batch, seq_len)
+    return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def steps_apart(seq_len, device):
+    """|i - j| for all steps i and j of a sequence: (F, F)."""
+    time = torch.arange(seq_len, device=device)
+    return (time[:, None] - time).abs()
+
+
 def temporal_contrastive_loss(
     similarity, seq_len, window, tau0=0.07, tau_step=0.075, reduction="mean", weights=None,
     valid=None,
@@ -709,17 +718,17 @@ def temporal_contrastive_loss(
         weights = similarity.new_ones(batch)
     if valid is None:
         valid = torch.ones(batch, seq_len, dtype=torch.bool, device=device)
-    # exp(nothing) is 0 and, unlike with -inf, no gradient becomes NaN.
-    nothing = torch.finfo(similarity.dtype).min
+    # exp(nothing) is 0, and no gradient becomes NaN as with -inf; it is still finite when it is
+    # divided by the smallest temperature.
+    nothing = torch.finfo(similarity.dtype).min * min(1.0, tau0)
 
     # From level to level the large part, the keys of other sequences, changes only its temperature;
     # what else changes lies in the small block of a sequence with itself.
     blocks = similarity.view(batch, seq_len, batch, seq_len)
-    own = torch.eye(batch, dtype=torch.bool, device=device)[:, None, :, None]
-    across = blocks.masked_fill(own | ~valid, nothing).flatten(2)  # (B, F, B*F)
-    within = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (B, F, F)
-    time = torch.arange(seq_len, device=device)
-    distance = (time[:, None] - time).abs()  # (F, F)
+    same_sequence = torch.eye(batch, dtype=torch.bool, device=device)[:, None, :, None]
+    across = blocks.masked_fill(same_sequence | ~valid, nothing).flatten(2)  # (B, F, B*F)
+    within = within_sequences(similarity, seq_len)  # (B, F, F)
+    distance = steps_apart(seq_len, device)  # (F, F)
 
     total = similarity.new_zeros(())
     counted_pairs = similarity.new_zeros(())
@@ -749,14 +758,11 @@ def rank_accuracy(similarity, seq_len, window, valid=None):
     """Of all pairs of keys that are l and l + 1 steps from a query (l < window), the share in which
     the nearer key is the more similar one. Chance is 0.5.
     """
-    batch = len(similarity) // seq_len
-    blocks = similarity.view(batch, seq_len, batch, seq_len)
-    within = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (B, query, key)
-    time = torch.arange(seq_len, device=similarity.device)
-    distance = (time[:, None] - time).abs()
+    within = within_sequences(similarity, seq_len)  # (B, query, key)
+    distance = steps_apart(seq_len, similarity.device)
     near = distance[:, :, None]  # (query, near, 1)
     far = distance[:, None, :]  # (query, 1, far)
-    pairs = ((near + 1 == far) & (near < window)).expand(batch, -1, -1, -1)
+    pairs = ((near + 1 == far) & (near < window)).expand(len(within), -1, -1, -1)
     if valid is not None:
         pairs = pairs & valid[:, :, None, None] & valid[:, None, :, None] & valid[:, None, None, :]
     right_order = within[:, :, :, None] > within[:, :, None, :]
@@ -808,8 +814,8 @@ class Agent(nn.Module):
         }
         if args.aux_weight > 0:
             # The MOOSS step moves the critic's encoder too, with an Adam of its own (D14).
-            modules = nn.ModuleList([encoder, self.decoder])
-            self.aux_parameters = [*modules.parameters(), self.bilinear]
+            self.aux_parameters = [
+                *encoder.parameters(), *self.decoder.parameters(), self.bilinear]
             self.optimizers["aux"] = adam(self.aux_parameters, args.aux_lr, betas, fused=True)
         if args.compile:
             self.backward = common.compiled(self.backward)
@@ -874,8 +880,7 @@ class Agent(nn.Module):
 
     # SAC
 
-    def critic_step(self, obs, action, reward, terminated, next_obs, noise):
-        batch = (obs, action, reward, terminated, next_obs, noise)
+    def critic_step(self, *batch):
         self.optimizers["critic"].zero_grad()
         loss, outputs = self.backward(self.critic_loss, *batch)
         self.optimizers["critic"].step()
@@ -932,18 +937,15 @@ class Agent(nn.Module):
     def mooss_step(self, replay, index, log):
         """A step of its own on lambda * L_MOOSS, after the critic's (D14)."""
         args = self.args
-        starts = replay.sample(args.aux_batch_size, args.seq_len)
-        rows = starts[:, None] + torch.arange(args.seq_len)  # (B, F)
-        actions, rewards, _ = common.upload(replay.steps(rows), self.device)
-
-        query_obs = self.view(replay, rows)  # (B * F, C, H, W)
+        rows, actions, rewards = self.draw_sequences(replay)
+        query_obs = self.augmented(replay, rows)  # (B * F, C, H, W)
         masks = self.masks(index)  # (B * F, 1, H, W)
         query_obs *= ~masks  # in place: a copy would be half a gigabyte at the paper's size
-        keys = self.encode_keys(self.view(replay, rows))  # (B * F, d)
+        keys = self.encode_keys(self.augmented(replay, rows))  # (B * F, d)
 
         optimizer = self.optimizers["aux"]
         optimizer.zero_grad()
-        _, outputs = self.backward(self.mooss_loss, query_obs, keys, actions, rewards[..., None])
+        _, outputs = self.backward(self.mooss_loss, query_obs, keys, actions, rewards)
         grad_norm = nn.utils.clip_grad_norm_(self.aux_parameters, args.max_grad_norm)
         learning_rate = self.aux_learning_rate(index)
         optimizer.param_groups[0]["lr"] = learning_rate
@@ -961,8 +963,15 @@ class Agent(nn.Module):
                     similarity, args.seq_len, args.temporal_window),
             }
 
-    def view(self, replay, rows):
-        """Observations of sequences as MOOSS sees them, augmented anew at every call."""
+    def draw_sequences(self, replay):
+        """Sequences of the replay: rows (B, F), their actions (B, F, A) and rewards (B, F, 1)."""
+        starts = replay.sample(self.args.aux_batch_size, self.args.seq_len)
+        rows = starts[:, None] + torch.arange(self.args.seq_len)
+        actions, rewards, _ = common.upload(replay.steps(rows), self.device)
+        return rows, actions, rewards[..., None]
+
+    def augmented(self, replay, rows):
+        """The observations of sequences (B * F, C, H, W), augmented anew at every call."""
         images = replay.observations(rows)  # (B, F, C, H, W)
         return augment(images, self.args, self.device, True, self.args.crop_per_sequence)  # D10
 
@@ -970,7 +979,7 @@ class Agent(nn.Module):
     def encode_keys(self, key_obs):
         """Unmasked observations through the momentum encoder: (B * F, C, H, W) to (B * F, d)."""
         with self.autocast():
-            return self.key_encoder(key_obs).to(self.bilinear.dtype)
+            return full_precision(self.key_encoder(key_obs))
 
     def mooss_loss(self, masked_obs, keys, actions, rewards):
         """lambda * L_MOOSS of a batch of sequences, and the similarity (B*F, B*F) that it ranks."""
@@ -978,15 +987,18 @@ class Agent(nn.Module):
         with self.autocast():
             states = self.critic.encoder(masked_obs).unflatten(0, (-1, args.seq_len))  # (B, F, d)
             queries = self.decoder(states, actions, rewards)
-        queries = queries.flatten(0, 1).to(self.bilinear.dtype)  # (B * F, d)
-        if args.normalize_embeddings:  # D3
-            queries = F.normalize(queries, dim=1, eps=1e-3)
-            keys = F.normalize(keys, dim=1, eps=1e-3)
-        similarity = queries @ self.bilinear @ keys.T  # (B * F, B * F)
+        similarity = self.similarity(full_precision(queries.flatten(0, 1)), keys)
         loss = temporal_contrastive_loss(
             similarity, args.seq_len, args.temporal_window, args.tau0, args.tau_step,
             args.level_reduction)
         return args.aux_weight * loss, {"losses/mooss": loss, "similarity": similarity}
+
+    def similarity(self, queries, keys):
+        """q^T W k of all queries (rows) and keys (columns), each (B * F, d): (B * F, B * F)."""
+        if self.args.normalize_embeddings:  # D3
+            queries = F.normalize(queries, dim=1, eps=1e-3)
+            keys = F.normalize(keys, dim=1, eps=1e-3)
+        return queries @ self.bilinear @ keys.T
 
     def aux_learning_rate(self, index):
         """D7: a linear rise from 0.0005 of the rate to all of it, then a fall as 1/sqrt(index)."""
@@ -1034,13 +1046,11 @@ def mooss_pictures(agent, replay, index):
     args = agent.args
     # A look must not change the run: the random streams go on as if nobody had looked.
     with torch.random.fork_rng():
-        starts = replay.sample(args.aux_batch_size, args.seq_len)
-        rows = starts[:, None] + torch.arange(args.seq_len)
-        actions, rewards, _ = common.upload(replay.steps(rows), agent.device)
-        obs = agent.view(replay, rows)
-        keys = agent.encode_keys(agent.view(replay, rows))
+        rows, actions, rewards = agent.draw_sequences(replay)
+        obs = agent.augmented(replay, rows)
+        keys = agent.encode_keys(agent.augmented(replay, rows))
     masked_obs = obs * ~agent.masks(index)
-    _, outputs = agent.mooss_loss(masked_obs, keys, actions, rewards[..., None])
+    _, outputs = agent.mooss_loss(masked_obs, keys, actions, rewards)
     return {
         "mooss/masked_observations": picture_of_masks(
             obs, masked_obs, args.seq_len, agent.obs_shape[1]),
@@ -1059,8 +1069,7 @@ def picture_of_masks(obs, masked_obs, seq_len, channels):
 
 def picture_of_similarity(similarity, seq_len):
     """How similar queries (rows) and keys (columns) of a sequence are: (1, 1, H, W) in bytes."""
-    blocks = similarity.view(-1, seq_len, len(similarity) // seq_len, seq_len)
-    mean = blocks.diagonal(dim1=0, dim2=2).mean(2)  # over the sequences of the batch
+    mean = within_sequences(similarity, seq_len).mean(0)  # over the sequences of the batch
     return common.heat_map(mean, "queries", "keys")
 
 
@@ -1099,7 +1108,7 @@ def evaluate(agent, args, device, step, keep_going, video=None):
 
 
 def verdict(args, episodes):
-    """The mean return; for tasks of the paper with its scores at 100,000 steps beside it."""
+    """The mean return and, for tasks of the paper, its scores at 100,000 steps."""
     text = common.mean_std(episodes)
     published = common.published_scores("dmc100k", args.env_id)
     if published:
@@ -1117,7 +1126,6 @@ class Counters:
     """Where a run is. A checkpoint holds it."""
 
     step: int = 0  # env steps: the x-axis of everything
-    agent_step: int = 0  # agent steps
     update: int = 0  # updates
     episode: int = 0  # number of the episode that is being played
     actions: list = dataclasses.field(default_factory=list)  # its actions so far
@@ -1143,7 +1151,7 @@ def main(args):
 
     stop = common.StopRequest()
     run_dir = folder.claim(common.provenance(__file__, device, PACKAGES))
-    updates = max(0, args.total_timesteps // args.action_repeat - args.init_steps)
+    updates = max(0, math.ceil(args.total_timesteps / args.action_repeat) - args.init_steps)
     common.print_plan(
         args, run_dir, device, replay, PAPER, updates, agent.images_per_update(), agent.encode_once)
     checkpoints = common.Checkpoints(folder, agent, replay)
@@ -1159,7 +1167,7 @@ def main(args):
     for action in counters.actions:
         obs, reward, _, _, _ = env.step(np.array(action, np.float32))
         episode_return += float(reward)
-    if counters.step == 0:
+    if replay.newest_row < 0:  # a checkpoint of step 0 holds this frame already
         replay.begin_episode(obs[-1])
 
     while True:
@@ -1167,8 +1175,12 @@ def main(args):
         finished = step >= args.total_timesteps
         if finished and counters.evaluated_at == step:
             break
-        if step != counters.evaluated_at and (
-                finished or common.due(step, args.eval_every, args.action_repeat)):
+        # Not again after a resume: what was done at this step is in the checkpoint.
+        evaluation_due = step != counters.evaluated_at and (
+            finished or common.due(step, args.eval_every, args.action_repeat))
+        checkpoint_due = step > resumed_at and common.due(
+            step, args.checkpoint_every, args.action_repeat)
+        if evaluation_due:
             keep_going = progress.evaluation_of(args.eval_episodes, stop)
             video = run_dir / "videos" / f"step_{step:09d}.mp4" if args.capture_video else None
             episodes = evaluate(agent, args, device, step, keep_going, video)
@@ -1176,9 +1188,7 @@ def main(args):
                 counters.evaluated_at = step
                 logger.evaluation(step, counters.update, episodes)
                 progress.say(f"step {step:,}: return {verdict(args, episodes)}")
-        if stop.signal or finished or (
-                step > resumed_at
-                and common.due(step, args.checkpoint_every, args.action_repeat)):
+        if checkpoint_due or finished or stop.signal:
             if args.aux_weight > 0 and counters.update > 0:
                 logger.pictures(step, mooss_pictures(agent, replay, counters.update))
             checkpoints.save(counters, logger)
@@ -1187,9 +1197,8 @@ def main(args):
 
         # Act, learn, then step the environment: on CUDA an update only queues kernels, and the
         # simulator runs while the GPU computes.
-        counters.agent_step += 1
         counters.step += args.action_repeat
-        if counters.agent_step <= args.init_steps:
+        if step < args.init_steps * args.action_repeat:
             action = (2 * torch.rand(action_dim) - 1).numpy()
         else:
             action = agent.act(obs)
