@@ -425,9 +425,9 @@ class SequenceReplay:
 # ------------------------------------------------------------------------------------ augmentation
 def replicate_borders(frames, pad):
     """Frames (B, T, C, H, W) with `pad` pixels more on each side."""
-    size = frames.shape[-1]
-    nearest = torch.arange(-pad, size + pad, device=frames.device).clamp(0, size - 1)
-    return frames.index_select(3, nearest).index_select(4, nearest)
+    floats = frames.flatten(0, 1).float()  # torch replicates borders of floats only
+    padded = F.pad(floats, (pad, pad, pad, pad), mode="replicate").byte()
+    return padded.unflatten(0, frames.shape[:2])
 
 
 def stack_frames(frames, frame_stack):

@@ -266,7 +266,7 @@ class Atari:
         stacks = agent.stacks(replay, rows, args.seq_len)
         obs = self.module.augment(stacks[:, :1], args)
         long_obs = self.module.augment(stacks, args)
-        one_hot = torch.nn.functional.one_hot(actions, agent.num_actions).float()
+        one_hot = agent.mooss_batch(stacks, actions, rewards, valid, weights, 0)[2]
         priorities = common.upload(weights, replay.device)
 
         def gather():
@@ -553,7 +553,7 @@ def count(args, speed):
     with contextlib.ExitStack() as stack:
         # Torch has fused optimisers and autocast for real devices only; masks are few here.
         stack.enter_context(mock.patch(
-            "torch.utils._foreach_utils._get_fused_kernels_supported_devices", lambda: ["meta"]))
+            "torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta"]))
         stack.enter_context(mock.patch.object(
             module.Agent, "autocast", lambda agent: contextlib.nullcontext()))
         stack.enter_context(mock.patch.object(module.MaskBank, "BLOCK", 2))
