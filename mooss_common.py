@@ -1,14 +1,13 @@
-"""Small helpers that both MOOSS scripts share: command line, devices, OpenGL, run folder, logs,
-checkpoints, signals. Nothing in this file teaches anything about the method; read
-`sac_mooss_dmc.py` or `rainbow_mooss_atari.py` for that.
+"""Small helpers of both MOOSS scripts: command line, devices, OpenGL, run folder with checkpoints,
+signals, logs. Nothing here teaches anything about the method.
 """
 
 import argparse
 import contextlib
+import csv
 import ctypes
 import dataclasses
 import difflib
-import errno
 import fcntl
 import functools
 import importlib.metadata
@@ -26,6 +25,7 @@ import struct
 import subprocess
 import sys
 import time
+import timeit
 import typing
 import zipfile
 import zlib
@@ -36,14 +36,15 @@ import torch
 import tqdm
 import tyro
 
-FORMAT = 4  # of checkpoints
-CHECKPOINTS = ("checkpoint.pt", "checkpoint_previous.pt")  # to go on with
+CHECKPOINT_FORMAT = 5
+CHECKPOINT_NAMES = ("checkpoint.pt", "checkpoint_previous.pt")  # to go on with
 AGENT_FILE = "agent.pt"  # to use
 # What a file to use holds, and what one to go on with holds besides.
-AGENT_KEYS = dict(script=str, step=int, args=dict, agent_shape=tuple, agent=dict)
+AGENT_KEYS = dict(
+    format=int, script=str, source=str, step=int, args=dict, agent_shape=tuple, agent=dict)
 RUN_KEYS = dict(
-    AGENT_KEYS, counters=dict, metrics=dict, optimizers=dict, replay=dict, replay_pieces=list,
-    logger=dict, torch_rng=torch.Tensor, cuda_rng=list)
+    AGENT_KEYS, counters=dict, metrics=dict, optimizers=dict, replay=dict, pieces=list, logs=dict,
+    torch_rng=torch.Tensor, cuda_rng=list)
 # Flags that touch where and how a run runs, not what it computes: they may change at a resume.
 FREE_TO_CHANGE = set(
     "resume run_root checkpoint_every device replay_device capture_video track wandb_project "
@@ -60,24 +61,20 @@ def require(condition, sentence):
 
 
 # ------------------------------------------------------------------------------------ command line
-def parse_args(args_class, fill_presets, argv):
-    """The command line as Args, with a group in --help for each heading in the source of Args.
-
-    What is not typed takes, and --help shows, what the presets say.
-    """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--env-id", "--env_id", default=args_class.env_id)
-    first.add_argument("--preset", default=args_class.preset)
-    defaults = args_class(**vars(first.parse_known_args(argv)[0]))
-    with contextlib.suppress(KeyError):  # an unknown preset: tyro says so in a moment
-        defaults = fill_presets(defaults)
-
+def parse_args(args_class, fill_presets, argv=None):
+    """The command line as Args; --help has groups as in the source and the presets' values."""
     types = {field.name: field.type for field in dataclasses.fields(args_class)}
+    first = argparse.ArgumentParser(usage="see --help", add_help=False, allow_abbrev=False)
+    first.add_argument("--env-id", "--env_id", default=args_class.env_id)
+    presets = typing.get_args(types["preset"])
+    first.add_argument("--preset", choices=presets, default=args_class.preset)
+    defaults = fill_presets(args_class(**vars(first.parse_known_args(argv)[0])))
+
     parts = re.split(r"\n\n    # (.+)\n\n", inspect.getsource(args_class))
+    # A flag's help is the comment beside it, or the one above it.
     a_flag = re.compile(r"(?:^    # (.+)\n)?^    (\w+): [^#\n]*(?:# (.+))?$", re.M)
     groups = []
     for title, part in zip(["run", *parts[1::2]], parts[::2]):
-        # A flag's help is the comment beside it, or the one above it.
         group = dataclasses.make_dataclass(title.replace(" ", "_"), [
             (name, typing.Annotated[types[name], tyro.conf.arg(help=above or beside)],
              getattr(defaults, name)) for above, name, beside in a_flag.findall(part)])
@@ -87,17 +84,11 @@ def parse_args(args_class, fill_presets, argv):
     return args_class(**{name: x for group in typed.values() for name, x in vars(group).items()})
 
 
-def run_cli(args_class, fill_presets, main, argv=None):
-    """Parse the command line, run `main(args)` and exit with its code."""
-    argv = sys.argv[1:] if argv is None else argv
-    exit_with(lambda: main(parse_args(args_class, fill_presets, argv)))
-
-
 class LastingOutput:
     """A stream that may break (`| head -1`) or lack a letter: a run has its logs in files."""
 
-    def __init__(self, number, stream):
-        self.stream = stream or open(number, "w")
+    def __init__(self, stream):
+        self.stream = stream or open(os.devnull, "w")
         with contextlib.suppress(AttributeError):
             self.stream.reconfigure(errors="replace")
 
@@ -116,8 +107,8 @@ def exit_with(function):
     """Exit with the code that `function()` returns; what a person can mend is one sentence."""
     while os.open(os.devnull, os.O_RDWR) <= 2:
         pass  # a standard stream that is closed must not become a file of the run
-    with (contextlib.redirect_stdout(LastingOutput(1, sys.stdout)),
-          contextlib.redirect_stderr(LastingOutput(2, sys.stderr))):
+    with (contextlib.redirect_stdout(LastingOutput(sys.stdout)),
+          contextlib.redirect_stderr(LastingOutput(sys.stderr))):
         try:
             sys.exit(function())
         except KeyboardInterrupt:
@@ -125,12 +116,11 @@ def exit_with(function):
         except UsageError as error:
             sentence = error
         except OSError as error:
-            where = f" {error.filename}" if error.filename else ""
-            sentence = (f"cannot use{where or ' a file'} ({error.strerror or error}): mend it, "
-                        "then repeat the command with --resume")
+            sentence = (f"cannot use {error.filename or 'a file'} ({error.strerror or error}): "
+                        "mend it and repeat the command (of a run with --resume)")
         except (MemoryError, RuntimeError) as error:
-            known = "(out of|allocate|enough) memory|could not create a primitive"
-            if isinstance(error, RuntimeError) and not re.search(known, str(error)):
+            known = "MemoryError|(out of|allocate|enough) memory|could not create a primitive"
+            if not re.search(known, repr(error)):
                 raise
             sentence = "out of memory: choose smaller sizes, such as those of --preset laptop"
         print(f"error: {sentence}", file=sys.stderr)
@@ -142,27 +132,22 @@ def flag(name):
 
 
 def check_ranges(args, ranges):
-    """Flags that are named lie in their ranges, choices are known, and all numbers are finite."""
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
+    """All numbers are finite, and the named flags lie in their ranges."""
+    for name, value in vars(args).items():
         numbers = value if isinstance(value, (tuple, list)) else (value,)
         finite = all(math.isfinite(x) for x in numbers if isinstance(x, float))
-        require(finite, f"{flag(field.name)} {value} is not a finite number")
-        if typing.get_origin(field.type) is typing.Literal:
-            known = typing.get_args(field.type)
-            require(value in known, f"{flag(field.name)} {value} is unknown: use one of {known}")
+        require(finite, f"{flag(name)} {value} is not a finite number")
     for names, (low, high) in ranges.items():
         for name in names.split():
             value = getattr(args, name)
-            require(low <= value <= high, f"{flag(name)} {value} is out of range: it must be "
-                    f"between {low} and {high}")
+            require(low <= value <= high, f"{flag(name)} {value} is out of range: {low} to {high}")
 
 
 def check_divides(args, **parts):
     """Each flag divides the one it is given for: `whole="part"`."""
     for whole, part in parts.items():
         a, b = getattr(args, whole), getattr(args, part)
-        require(a % b == 0, f"{flag(part)} {b} does not divide {flag(whole)} {a}")
+        require(b > 0 and a % b == 0, f"{flag(part)} {b} does not divide {flag(whole)} {a}")
 
 
 def check_names(args):
@@ -187,48 +172,55 @@ def derive_seed(*parts):
 
 def pick_device(name):
     """`auto`, `cpu`, `cuda` or `cuda:N`, checked."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    known = re.fullmatch(r"cpu|cuda(:\d{1,3})?", name)
-    require(known, f"--device {name} is unknown: use auto, cpu, cuda or cuda:N")
-    device = torch.device("cuda:0" if name == "cuda" else name)
-    count = torch.cuda.device_count()
-    require(name == "cpu" or device.index < count,
-            f"--device {name} does not exist: torch sees {count} GPUs, counted from 0")
-    return device
+    known = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    full_name = {"auto": known[:2][-1], "cuda": "cuda:0"}.get(name, name)
+    require(full_name in known, f"--device {name} is none of auto, {', '.join(known)}")
+    return torch.device(full_name)
 
 
 def configure_torch(seed, device, deterministic):
-    """Seed torch and choose speed (TF32, cuDNN autotuning) or determinism, in one place."""
+    """Seed torch and choose speed (cuDNN's autotuning) or determinism, in one place."""
     torch.manual_seed(seed)  # nothing here uses numpy's or Python's global generators
     with contextlib.suppress(OSError, AttributeError):
-        # glibc shall keep large blocks that are freed: to get fresh ones costs more than to use
-        # them (M_MMAP_MAX = -4, M_TRIM_THRESHOLD = -1).
+        # glibc shall keep large blocks that are freed (M_MMAP_MAX = -4, M_TRIM_THRESHOLD = -1): to
+        # get fresh ones costs a seventh of an update.
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)
         libc.mallopt(-1, 2**31 - 1)
-    # In the convolutions, which cost most; matrix products stay in full fp32.
-    torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = device.type == "cuda" and not deterministic
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what determinism needs
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
 
 def upload(tensors, device):
-    """Tensors on the device; from the CPU to a GPU through pinned memory, so that nobody waits."""
-    if isinstance(tensors, torch.Tensor):
-        if tensors.device.type == "cpu" and device.type == "cuda":
-            tensors = tensors.pin_memory()
-        return tensors.to(device, non_blocking=True)
-    return [upload(tensor, device) for tensor in tensors]
+    """Tensors on the device; to a GPU through pinned memory, so that nobody waits.
+
+    The way back waits: the CPU may read at once what it gets.
+    """
+    if not isinstance(tensors, torch.Tensor):
+        return [upload(tensor, device) for tensor in tensors]
+    if tensors.device.type == "cpu" and device.type == "cuda":
+        tensors = tensors.pin_memory()
+    return tensors.to(device, non_blocking=device.type == "cuda")
 
 
 def compiled(function):
-    """torch.compile for fixed shapes; where it fails, torch warns and goes on without."""
+    """torch.compile for fixed shapes; where it fails, one line says so and it goes on without."""
     torch._dynamo.config.trace_autograd_ops = True  # so that a backward pass is part of the graph
-    torch._dynamo.config.suppress_errors = True
-    return torch.compile(function, dynamic=False)
+    fast = torch.compile(function, dynamic=False)
+
+    def call(*inputs):
+        nonlocal fast
+        try:
+            return fast(*inputs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = " ".join(str(error).split("\n\n")[0].split())
+            print(f"--compile does not work here, the run goes on without it: {reason[:300]}",
+                  file=sys.stderr)
+            fast = function
+            return function(*inputs)
+
+    return call
 
 
 def check_observation(obs, shape):
@@ -242,17 +234,8 @@ def require_finite(agent, step, run_dir):
     values = {name: x for name, x in agent.metrics.items() if name.startswith("losses/")}
     values |= agent.state_dict()
     bad = [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]
-    last = run_dir / CHECKPOINTS[0]
     require(not bad, f"{', '.join(bad[:3])} became infinite or not a number by step {step:,}; the "
-            f"last good checkpoint is {last if last.exists() else 'not written yet'}")
-
-
-def free_memory(device):
-    """Bytes that can still be allocated on the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    available = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-    return 1024 * int(available[1])
+            f"last good checkpoint, if there is one, is {run_dir / CHECKPOINT_NAMES[0]}")
 
 
 def replay_bytes(replay):
@@ -261,17 +244,18 @@ def replay_bytes(replay):
 
 def place_replay(choice, device, replay_class, *shape):
     """Build the replay where it fits. auto: on the GPU if that leaves half of its free memory."""
+    on_cuda = device.type == "cuda"
+    require(choice != "cuda" or on_cuda, "--replay-device cuda needs --device cuda")
+    memory = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+    free = {"cpu": 1024 * int(memory[1])}
+    if on_cuda:
+        free["cuda"] = torch.cuda.mem_get_info(device)[0]
     size = replay_bytes(replay_class(*shape, torch.device("meta")))
     if choice == "auto":
-        fits = device.type == "cuda" and size < free_memory(device) / 2
-        choice = "cuda" if fits else "cpu"
-    require(choice == "cpu" or device.type == "cuda",
-            f"--replay-device cuda needs --device cuda, not {device}")
-    home = device if choice == "cuda" else torch.device("cpu")
-    free = free_memory(home)
-    require(size < free, f"the replay needs {size / 1e9:.2f} GB but only {free / 1e9:.2f} GB are "
-            f"free on {home}: choose a smaller --buffer-size")
-    return replay_class(*shape, home)
+        choice = "cuda" if size < free.get("cuda", 0) / 2 else "cpu"
+    require(size < free[choice], f"the replay needs {size / 1e9:.2f} GB but only "
+            f"{free[choice] / 1e9:.2f} GB are free on {choice}: choose a smaller --buffer-size")
+    return replay_class(*shape, device if choice == "cuda" else torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------------ OpenGL
@@ -287,29 +271,28 @@ from dm_control._render.pyopengl import egl_ext
 egl = ctypes.CDLL("libEGL.so.1")
 egl.eglGetProcAddress.restype = ctypes.c_void_p
 address = egl.eglGetProcAddress(b"eglQueryDeviceAttribEXT")
-query = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_ssize_t))(address)
+query = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(address)
 for index, egl_device in enumerate(egl_ext.eglQueryDevicesEXT()):
     number = ctypes.c_ssize_t(-1)
-    if query(egl_device, 0x323A, number) and number.value == int(sys.argv[1]):
+    if query(egl_device, 0x323A, ctypes.byref(number)) and number.value == int(sys.argv[1]):
         print(index)
 """
 
 
 def probe_gl(code, *words, **setting):
     """What a program in a process of its own prints; None if it fails or hangs."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run([sys.executable, "-c", code, *words], env={**os.environ, **setting},
-                              capture_output=True, text=True, timeout=60)
-        return done.stdout.strip() if done.returncode == 0 else None
+    with contextlib.suppress(subprocess.SubprocessError):
+        return subprocess.run(
+            [sys.executable, "-c", code, *words], env={**os.environ, **setting}, timeout=60,
+            check=True, capture_output=True, text=True).stdout.strip()
 
 
 @functools.cache
 def use_headless_gl(device):
     """Set MUJOCO_GL, which dm_control reads on import, to a backend that really renders a frame."""
-    asked = os.environ.get("MUJOCO_GL")
-    settings = [{"MUJOCO_GL": name} for name in ((asked,) if asked else ("egl", "osmesa", "glfw"))]
-    if (device.type == "cuda" and settings[0]["MUJOCO_GL"] == "egl"
+    asked = os.environ.get("MUJOCO_GL") or "egl osmesa glfw"
+    settings = [{"MUJOCO_GL": name} for name in asked.split()]
+    if (device.type == "cuda" and asked.startswith("egl")
             and "MUJOCO_EGL_DEVICE_ID" not in os.environ):
         index = probe_gl(EGL_PROBE, str(device.index), MUJOCO_GL="egl")
         if index:  # render on the GPU that trains
@@ -318,10 +301,8 @@ def use_headless_gl(device):
         if probe_gl(GL_PROBE, **setting) is not None:
             os.environ.update(setting)
             return setting["MUJOCO_GL"]
-    require(not asked, f"MUJOCO_GL={asked} cannot render here: unset it, so that a working backend "
-            "is looked for")
-    raise UsageError("no OpenGL backend can render here: install EGL (Debian, Ubuntu: apt-get "
-                     "install libegl1 libgl1-mesa-dri) or OSMesa (apt-get install libosmesa6)")
+    raise UsageError(f"MUJOCO_GL={asked} cannot render here: unset it, or install EGL (Debian, "
+                     "Ubuntu: apt-get install libegl1 libgl1-mesa-dri)")
 
 
 # -------------------------------------------------------------------------------------- run folder
@@ -331,11 +312,11 @@ def provenance(script, device, packages):
         with contextlib.suppress(OSError):
             return subprocess.run(["git", *words], cwd=Path(script).resolve().parent, text=True,
                                   capture_output=True).stdout.strip()
+
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        with contextlib.suppress(OSError):
-            cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+        cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
         hardware = f"{cpu[1] if cpu else platform.machine()}, {torch.get_num_threads()} threads"
     versions = {name: importlib.metadata.version(name) for name in packages}
     return {"command": shlex.join(["python", *sys.argv]), "commit": git("rev-parse", "HEAD"),
@@ -344,9 +325,11 @@ def provenance(script, device, packages):
 
 
 class RunFolder:
-    """`runs/{env_id}__{exp_name}__s{seed}/`, claimed by one process at a time.
+    """`runs/{env_id}__{exp_name}__s{seed}/`: who may write to it, and its checkpoints.
 
-    `may_change` names flags of the script that may differ when a run is resumed.
+    `may_change` names flags of the script that may differ at a resume. Of the last two checkpoints
+    one is always whole. Complete rows of a replay never change: each checkpoint adds a piece, a
+    file with the rows since the last one.
     """
 
     def __init__(self, args, script, may_change=()):
@@ -355,33 +338,35 @@ class RunFolder:
         self.may_change = {*FREE_TO_CHANGE, *may_change}
         name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__s{args.seed}"
         self.path = Path(args.run_root) / name
+        self.pieces = []  # [first row, last row + 1] of those that the newest checkpoint needs
 
     def described(self):
         """All that decides what a run computes: its flags, its script, and the script's source."""
         flags = json.loads(json.dumps(dataclasses.asdict(self.args)))
-        source = f"{zlib.crc32(self.script.read_bytes()):08x}"
-        return {**flags, "script": self.script.stem, "source": source}
+        return {**flags, "script": self.script.stem, "source": self.source()}
+
+    def source(self):
+        """A fingerprint of the script's source."""
+        return f"{zlib.crc32(self.script.read_bytes()):08x}"
 
     def check(self):
         """Refuse in the first second, and without writing, a folder that is not ours to write."""
-        path, saved = self.path, self.path / "args.json"
-        if not path.exists():
+        if not self.path.exists():
             return
-        require(self.args.resume, f"{path} exists: add --resume, or choose another --exp-name")
-        require(path.is_dir(), f"{path} is not a folder: choose another --exp-name")
+        require(self.args.resume, f"{self.path} exists: add --resume or choose another --exp-name")
+        saved = self.path / "args.json"
+        # What a run leaves that is killed in its first moment.
+        ours = {file.name for file in self.path.iterdir()} <= {".lock", "args.json.new"}
+        require(ours or saved.is_file(), f"{self.path} holds no run of ours")
         if saved.is_file():
             with reading(saved):
                 self.refuse_other_args(json.loads(saved.read_text()))
-        else:
-            begun = {".lock", "args.json.new"}  # what a run leaves that is killed this early
-            foreign = {file.name for file in path.iterdir()} - begun
-            require(not foreign, f"{path} holds no run of ours")
 
     def refuse_other_args(self, before):
         """A run continues with the flags and the script it began with."""
         now = self.described()
         differs = [f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
-                   for name in sorted(now.keys() | before.keys())
+                   for name in {**before, **now}
                    if name not in self.may_change and now.get(name) != before.get(name)]
         require(not differs, f"{self.path} was made with other settings ({'; '.join(differs)})")
         if before.get("source") != now["source"]:
@@ -399,111 +384,70 @@ class RunFolder:
         write_atomically(self.path / "args.json", text.encode())
         return self.path
 
+    def piece_path(self, piece):
+        return self.path / "replay" / "{:09d}-{:09d}.pt".format(*piece)
 
-def write_atomically(path, data):
-    """Write beside, flush to disk, rename: a reader finds the old file or the new one, whole."""
-    beside = path.with_name(path.name + ".new")
-    try:
-        with open(beside, "wb") as file:
-            file.write(data) if isinstance(data, bytes) else torch.save(data, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # RuntimeError: how torch.save meets a full disk
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise UsageError(f"cannot write {path} (is the disk full?): what was saved before is "
-                         "whole") from error
-    os.replace(beside, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the new name must reach the disk too
-    os.fsync(folder)
-    os.close(folder)
-
-
-# ------------------------------------------------------------------------------------- checkpoints
-class Checkpoints:
-    """`checkpoint.pt` and the one before it, with the rows of the replay in `replay/`.
-
-    Complete rows of a replay never change, so each checkpoint adds one file with the rows since the
-    last one; files that neither checkpoint needs any more are removed. `agent.pt` is for use.
-    """
-
-    def __init__(self, folder, agent, replay):
-        self.script, self.run_dir = folder.script, folder.path
-        self.agent, self.replay = agent, replay
-        self.pieces = []  # the files of the replay's rows that the newest checkpoint needs
-        self.logger_state = None  # what a restored checkpoint says of the logs
-
-    def save(self, counters, logger):
-        agent, replay_dir = self.agent, self.run_dir / "replay"
-        require_finite(agent, counters.step, self.run_dir)
-        replay_dir.mkdir(exist_ok=True)
+    def save(self, agent, replay, counters, logger):
+        require_finite(agent, counters.step, self.path)
+        (self.path / "replay").mkdir(exist_ok=True)
         before = self.pieces
-        self.pieces = self._save_rows(replay_dir)
-        on_cuda = agent.device.type == "cuda"
+        self.pieces = [piece for piece in before if piece[1] > replay.oldest_row]
+        begin = self.pieces[-1][1] if self.pieces else replay.oldest_row
+        if begin < replay.newest_row:  # which is not complete: the replay's own state has it
+            self.pieces.append([begin, replay.newest_row])
+            slots = torch.arange(begin, replay.newest_row) % replay.capacity
+            rows = {name: getattr(replay, name)[slots].cpu() for name in replay.columns}
+            write_atomically(self.piece_path(self.pieces[-1]), rows)
+
         weights = agent.state_dict()
         to_use = {
-            "format": FORMAT, "script": self.script.stem, "step": counters.step,
-            "args": dataclasses.asdict(agent.args), "agent_shape": agent.shape,
+            "format": CHECKPOINT_FORMAT, "script": self.script.stem, "source": self.source(),
+            "step": counters.step, "args": dataclasses.asdict(agent.args),
+            "agent_shape": agent.shape,
             "agent": {name: x for name, x in weights.items() if not name.startswith(agent.unused)}}
+        on_cuda = agent.device.type == "cuda"
         to_go_on = {
             **to_use, "agent": weights, "counters": dataclasses.asdict(counters),
-            "metrics": {key: float(value) for key, value in agent.metrics.items()},
+            "metrics": {name: float(value) for name, value in agent.metrics.items()},
             "optimizers": {name: x.state_dict() for name, x in agent.optimizers.items()},
-            "replay": self.replay.state_dict(), "replay_pieces": self.pieces,
-            "logger": logger.state(), "torch_rng": torch.get_rng_state(),
+            "replay": replay.state_dict(), "pieces": self.pieces, "logs": logger.state(),
+            "torch_rng": torch.get_rng_state(),
             "cuda_rng": [torch.cuda.get_rng_state(agent.device)] if on_cuda else []}
-        newest, previous = (self.run_dir / name for name in CHECKPOINTS)
-        if newest.exists():  # at every moment one of the two is whole
+        newest, previous = (self.path / name for name in CHECKPOINT_NAMES)
+        if newest.exists():
             os.replace(newest, previous)
         write_atomically(newest, to_go_on)
-        write_atomically(self.run_dir / AGENT_FILE, to_use)
-        needed = {piece["file"] for piece in before + self.pieces}
-        for file in replay_dir.iterdir():
-            if file.name not in needed:
+        write_atomically(self.path / AGENT_FILE, to_use)
+        needed = [self.piece_path(piece) for piece in before + self.pieces]
+        for file in (self.path / "replay").iterdir():
+            if file not in needed:
                 file.unlink()
 
-    def _save_rows(self, replay_dir):
-        """Write the rows since the last checkpoint; the pieces that hold all rows of the replay."""
-        replay = self.replay
-        pieces = [piece for piece in self.pieces if piece["end"] > replay.oldest_row]
-        begin = pieces[-1]["end"] if pieces else replay.oldest_row
-        end = replay.newest_row  # the newest row is not complete: the replay's own state has it
-        if begin < end:
-            pieces.append({"begin": begin, "end": end, "file": f"{begin:09d}-{end:09d}.pt"})
-            slots = torch.arange(begin, end) % replay.capacity
-            rows = {name: getattr(replay, name)[slots].cpu() for name in replay.columns}
-            write_atomically(replay_dir / pieces[-1]["file"], rows)
-        return pieces
-
-    def restore(self, counters):
-        """Load the newest whole checkpoint and return its counters; the given ones without any."""
-        candidates = [self.run_dir / name for name in CHECKPOINTS]
-        candidates = [path for path in candidates if path.exists()]
-        for path in candidates:
+    def restore(self, agent, replay, counters):
+        """Load the newest whole checkpoint: its counters and logs; those given without any."""
+        paths = [self.path / name for name in CHECKPOINT_NAMES]
+        paths = [path for path in paths if path.exists()]
+        for path in paths:
             try:
                 state = read_checkpoint(path, self.script, RUN_KEYS)
                 with reading(path):
-                    self._load(state)
+                    self.load(state, agent, replay)
                     counters = dataclasses.replace(counters, **state["counters"])
-            except UsageError as error:
+            except (UsageError, OSError) as error:
                 print(f"skipping a checkpoint: {error}", file=sys.stderr)
                 continue
-            os.replace(path, candidates[0])  # a damaged one must not become the previous one
+            os.replace(path, paths[0])  # a damaged one must not become the previous one
             print(f"resuming {path} at step {state['step']:,}")
-            return counters
-        require(not candidates, f"no checkpoint in {self.run_dir} is whole")
-        return counters
+            return counters, state["logs"]
+        require(not paths, f"no checkpoint in {self.path} is whole")
+        return counters, None
 
-    def _load(self, state):
-        agent, replay = self.agent, self.replay
-        for piece in state["replay_pieces"]:
-            slots = torch.arange(piece["begin"], piece["end"]) % replay.capacity
-            # The name alone: a checkpoint must not lead out of its own folder.
-            rows = read_tensors(self.run_dir / "replay" / Path(piece["file"]).name)
-            for name in replay.columns:
-                getattr(replay, name)[slots] = rows[name].to(replay.device)
-        self.pieces = state["replay_pieces"]
-        self.logger_state = {**state["logger"], "step": state["step"]}
+    def load(self, state, agent, replay):
+        self.pieces = state["pieces"]
+        for piece in self.pieces:
+            slots = torch.arange(*piece) % replay.capacity
+            for name, rows in read_tensors(self.piece_path(piece)).items():
+                getattr(replay, name)[slots] = rows.to(replay.device)
         replay.load_state_dict(state["replay"])
         agent.load_state_dict(state["agent"])
         agent.metrics = state["metrics"]
@@ -514,13 +458,31 @@ class Checkpoints:
             torch.cuda.set_rng_state(state["cuda_rng"][0], agent.device)
 
 
+def write_atomically(path, data):
+    """Write beside, flush to disk, rename: a reader finds the old file or the new one, whole."""
+    beside = path.with_name(path.name + ".new")
+    try:
+        with open(beside, "wb") as file:
+            file.write(data) if isinstance(data, bytes) else torch.save(data, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # RuntimeError: how torch.save meets a full disk
+        beside.unlink(missing_ok=True)
+        raise UsageError(f"cannot write {path} (is the disk full?): the files before are whole"
+                         ) from error
+    os.replace(beside, path)
+    folder = os.open(path.parent, os.O_RDONLY)  # the new name must reach the disk too
+    os.fsync(folder)
+    os.close(folder)
+
+
 @contextlib.contextmanager
 def reading(path):
     """Whatever a file's contents make go wrong in this block is one sentence."""
     try:
         yield
-    except (OSError, EOFError, LookupError, ArithmeticError, AssertionError, AttributeError,
-            TypeError, ValueError, RuntimeError, struct.error, zipfile.BadZipFile, zlib.error,
+    except (EOFError, LookupError, ArithmeticError, AssertionError, AttributeError, TypeError,
+            ValueError, RuntimeError, struct.error, zipfile.BadZipFile, zlib.error,
             pickle.UnpicklingError) as error:
         raise UsageError(f"{path} is damaged, or of another version of this program "
                          f"({type(error).__name__})") from error
@@ -537,18 +499,13 @@ def read_tensors(path):
 
 def read_checkpoint(path, script, keys):
     """The contents of a checkpoint file, checked; nothing in it is executed."""
-    path = Path(path)
-    require(path.is_file(), f"there is no checkpoint file {path}")
     state = read_tensors(path)
-    ours = isinstance(state, dict) and "format" in state
-    require(ours, f"{path} is not a checkpoint of this project")
-    require(state["format"] == FORMAT, f"{path} has checkpoint format {state['format']}, this "
-            f"version reads format {FORMAT}")
-    for name, kind in keys.items():
-        require(isinstance(state.get(name), kind), f"{path} is damaged: its {name} is missing or "
-                f"is not a {kind.__name__}")
-    writer, reader = state["script"], Path(script).stem
-    require(writer == reader, f"{path} was written by {writer}.py: use that script")
+    known = isinstance(state, dict) and state.get("format") == CHECKPOINT_FORMAT
+    require(known, f"{path} is no checkpoint of format {CHECKPOINT_FORMAT}, which is read here")
+    wrong = [name for name, kind in keys.items() if not isinstance(state.get(name), kind)]
+    require(not wrong, f"{path} is damaged: {', '.join(wrong)} is missing or of a wrong type")
+    writer = state["script"]
+    require(writer == Path(script).stem, f"{path} was written by {writer}.py: use that script")
     return state
 
 
@@ -564,48 +521,36 @@ def load_agent(path, script, args_class, agent_class, device):
 
 
 def evaluate_only(args, load_agent, evaluate, own_flags):
-    """--eval-only: the saved agent on its own task; scores and a video beside the checkpoint.
-
-    `own_flags` names the flags that the command line decides; the others are the agent's.
-    """
-    device, folder = pick_device(args.device), Path(args.checkpoint).parent
+    """--eval-only: the saved agent on its own task, and with its own flags but for `own_flags`."""
+    device = pick_device(args.device)
     configure_torch(args.seed, device, args.torch_deterministic)
     agent, step = load_agent(args.checkpoint, device)
-    require(os.access(folder, os.W_OK), f"cannot write to {folder}")
+    folder = Path(args.checkpoint).parent
     args = dataclasses.replace(agent.args, **{name: getattr(args, name) for name in own_flags})
-    stop, progress = StopRequest(), Progress(args.eval_episodes, 0)
-    keep_going = progress.evaluation_of(args.eval_episodes, stop)
     video = folder / "videos" / f"eval_only_{step}.mp4"
-    episodes = evaluate(agent, args, device, step, keep_going, video)
-    progress.bar.close()
+    stop = StopRequest()
+    episodes = evaluate(agent, args, device, step, Progress(args, 0, stop).keep_going, video)
     stop.close()
     if episodes is None:
         return 128 + stop.signal
-    path = folder / "eval_only.csv"
-    table = CsvFile(path, path.read_bytes() if path.exists() else b"")
-    for number, (score, length) in enumerate(episodes):
-        table.write({"step": step, "episode": number, "return": f"{score:.6g}", "length": length})
-    print(f"step {step:,}: return {mean_std(episodes)}; written to {path} and {video}")
+    append_episodes(folder / "eval_only.csv", episodes, step=step)
+    print(f"step {step:,}: return {mean_std(episodes)}; see {folder / 'eval_only.csv'}, {video}")
     return 0
 
 
-# ----------------------------------------------------------------------------------------- signals
+# ------------------------------------------------------------------------------- signals, progress
 class StopRequest:
-    """Signals ask the loop to checkpoint and leave with code 128 + signal number.
-
-    A second SIGINT leaves at once.
-    """
+    """Signals ask the loop to checkpoint and leave; a second SIGINT leaves at once."""
 
     def __init__(self):
         self.signal = None
-        names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-        self._before = {number: signal.getsignal(number)
-                        for number in (getattr(signal, name) for name in names)}
-        for number, handler in self._before.items():
-            if handler != signal.SIG_IGN:  # as SIGHUP is under nohup
-                signal.signal(number, self._ask)
+        self.handlers = {}
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+            number = signal.Signals[name]
+            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                self.handlers[number] = signal.signal(number, self.ask)
 
-    def _ask(self, number, frame):
+    def ask(self, number, frame):
         if number == signal.SIGINT and self.signal is not None:
             os._exit(128 + number)
         self.signal = number
@@ -613,80 +558,137 @@ class StopRequest:
             os.write(2, b"\nstopping: writing a checkpoint; Ctrl-C again to leave without\n")
 
     def close(self):
-        for number, handler in self._before.items():
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
 
+class Progress:
+    """Where a run is: a live line on a terminal, elsewhere a plain one every half minute."""
+
+    FORMAT = "{desc}{percentage:3.0f}% {n:,}/{total:,}{postfix}"
+
+    def __init__(self, args, step, stop):
+        self.stop = stop
+        self.episodes = args.eval_episodes
+        self.live = sys.stdout.isatty()
+        total = args.total_timesteps
+        self.bar = tqdm.tqdm(
+            total=total, initial=min(step, total), bar_format=self.FORMAT, leave=False, miniters=0,
+            mininterval=0.5 if self.live else 30, dynamic_ncols=True,
+            file=sys.stdout if self.live else io.StringIO())
+
+    def draw(self):
+        self.bar.refresh() if self.live else print(self.bar, flush=True)
+
+    def show(self, step, update, values):
+        """`values` may live on the device: they are read only when they are shown."""
+        if not self.bar.update(min(step, self.bar.total) - self.bar.n):
+            return  # too soon after the last time
+        if update > 0:  # random steps say nothing about how long the updates will take
+            self.bar.bar_format = self.FORMAT + "  ETA {remaining}"
+        known = [f"{name} {float(x):.4g}" for name, x in values.items() if x is not None]
+        self.bar.set_postfix_str("  ".join([f"update {update:,}", *known]), refresh=False)
+        self.draw()
+
+    def keep_going(self, done):
+        """Show how many episodes of an evaluation are done; whether no signal stops it."""
+        if self.bar.update(0):
+            self.bar.set_description_str(f"evaluating {done}/{self.episodes}  ", refresh=False)
+            self.draw()
+            self.bar.set_description_str(refresh=False)
+        return self.stop.signal is None
+
+
+def due(step, every, stride=1):
+    """Whether this step is the first at or after a multiple of `every` (0: never)."""
+    return every > 0 and step % every < stride
+
+
+def print_plan(args, run_dir, agent, replay, resolved, updates):
+    """What this run will do and where, before anything slow begins; on a CPU, how long it takes."""
+    print(f"{args.env_id}, seed {args.seed}, preset {args.preset} -> {run_dir}\n"
+          f"device {agent.device}, MUJOCO_GL={os.environ.get('MUJOCO_GL', 'unset')}, replay "
+          f"{replay_bytes(replay) / 1e9:.2f} GB on {replay.device}\n"
+          f"resolved: {' '.join(f'{name}={getattr(args, name)}' for name in resolved)}\n"
+          f"to do: {args.total_timesteps:,} steps, {updates:,} updates", flush=True)
+    if agent.device.type == "cpu":
+        obs = np.zeros((8, *agent.obs_shape), np.uint8)
+        with torch.random.fork_rng():  # the run must not depend on it
+            agent.act(obs)  # the first time also sets things up
+            seconds = timeit.timeit(lambda: agent.act(obs), number=4) / (4 * len(obs))
+        hours = seconds * updates * agent.images_per_update() / 3600
+        advice = "" if args.preset == "laptop" else "; --preset laptop is made for a CPU"
+        print(f"a rough guess: {hours:.1f} hours on this CPU{advice}", flush=True)
+
+
+def print_end(args, run_dir, stop):
+    """What to type next."""
+    if stop.signal:
+        again = [] if args.resume else ["--resume"]
+        print("stopped; to go on:", shlex.join(["python", *sys.argv, *again]))
+    else:
+        print(f"finished: {run_dir} has the logs and the agent; to film it, to see its curves:\n"
+              f"  python {sys.argv[0]} --eval-only --checkpoint {run_dir / AGENT_FILE}\n"
+              f"  tensorboard --logdir {args.run_root}")
+
+
 # -------------------------------------------------------------------------------------------- logs
-class CsvFile:
-    """Rows written one by one after what is there already; the first one's keys are the columns."""
+def append_row(path, row):
+    """Add a row to a CSV file; the keys of the first one are the columns."""
+    with open(path, "a+", newline="", errors="replace") as file:
+        file.seek(0)
+        columns = next(csv.reader(file), list(row))
+        unknown = ", ".join(sorted(row.keys() - set(columns)))
+        require(not unknown, f"{unknown} is not a column of {path}: log it from the first row on")
+        writer = csv.DictWriter(file, columns)
+        if file.seek(0, os.SEEK_END) == 0:
+            writer.writeheader()
+        writer.writerow(row)
 
-    def __init__(self, path, before=b""):
-        self.path = path
-        self.columns = before.split(b"\r\n")[0].decode().split(",") if before else None
-        self.size, self.checksum = len(before), zlib.crc32(before)
-        self.file = open(path, "ab", buffering=0)  # no buffer that a full disk could leave behind
-        self.file.truncate(self.size)
 
-    @classmethod
-    def restored(cls, path, saved):
-        """Go on where `state()` was taken."""
-        before = path.read_bytes()[:saved["size"]] if path.is_file() else b""
-        same = saved == {"size": len(before), "checksum": zlib.crc32(before)}
-        require(same, f"{path} is not as the checkpoint left it: put its old contents back, or "
-                "begin anew with another --exp-name")
-        return cls(path, before)
+def append_episodes(path, episodes, **where):
+    for number, (score, length) in enumerate(episodes):
+        row = {"episode": number, "return": f"{score:.6g}", "length": length}
+        append_row(path, {**where, **row})
 
-    def write(self, row):
-        if self.columns is None:
-            self.columns = list(row)
-            self._write_line(self.columns)
-        unknown = sorted(row.keys() - set(self.columns))
-        require(not unknown, f"{', '.join(unknown)} is not a column of {self.path}: what is logged "
-                "must be there from the first row on")
-        self._write_line(row.get(name, "") for name in self.columns)
 
-    def _write_line(self, values):
-        data = (",".join(map(str, values)) + "\r\n").encode()
-        if self.file.write(data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        self.size += len(data)
-        self.checksum = zlib.crc32(data, self.checksum)
-
-    def state(self):
-        """Where the file ends, safe on the disk: a checkpoint relies on it."""
-        os.fsync(self.file.fileno())
-        return {"size": self.size, "checksum": self.checksum}
+def file_state(path, size=-1):
+    """Size and checksum of a file's beginning, safe on the disk: a checkpoint relies on it."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        data = file.read(size)
+    return [len(data), zlib.crc32(data)]
 
 
 class RunLogger:
     """train.csv, eval.csv, TensorBoard and, with --track, Weights & Biases behind one call each."""
 
-    def __init__(self, run_dir, args, saved=None):
+    def __init__(self, run_dir, args, step, saved):
         from torch.utils.tensorboard import SummaryWriter  # slow, and --help does not need it
 
-        state = saved or {"hours": 0.0, "episodic_return": "", "step": 0}
-        self.began, self.began_here = time.time() - 3600 * state["hours"], time.time()
-        self.first_step = state["step"]
-        self.episodic_return = state["episodic_return"]
-        self.csv = {}
-        for name in ("train", "eval"):
-            path = run_dir / f"{name}.csv"
-            self.csv[name] = CsvFile.restored(path, saved[name]) if saved else CsvFile(path)
+        nothing = {"hours": 0.0, "episodic_return": "", "train.csv": [0, 0], "eval.csv": [0, 0]}
+        saved = saved or nothing
+        self.began = time.time() - 3600 * saved["hours"]
+        self.episodic_return = saved["episodic_return"]
+        self.files = [run_dir / "train.csv", run_dir / "eval.csv"]
+        for path in self.files:  # what was logged after the checkpoint will be logged again
+            path.touch()
+            same = file_state(path, saved[path.name][0]) == saved[path.name]
+            require(same, f"{path} is not as the checkpoint left it: put its old contents back, or "
+                    "begin anew with another --exp-name")
+            os.truncate(path, saved[path.name][0])
         if args.track:
             start_wandb(run_dir, args)  # before the writer, which it listens to
-        # What was logged after the checkpoint will be logged again.
-        self.tensorboard = SummaryWriter(run_dir, purge_step=saved["step"] + 1 if saved else None)
-        rows = [f"| {flag(name)} | {value} |" for name, value in dataclasses.asdict(args).items()]
+        self.tensorboard = SummaryWriter(run_dir, purge_step=step + 1 if step else 0)
+        rows = [f"| {flag(name)} | {value} |" for name, value in vars(args).items()]
         self.tensorboard.add_text("flags", "\n".join(["| flag | value |", "|---|---|", *rows]))
 
-    @property
     def hours(self):
         return (time.time() - self.began) / 3600
 
     def state(self):
-        files = {name: file.state() for name, file in self.csv.items()}
-        return {"hours": self.hours, "episodic_return": self.episodic_return, **files}
+        files = {path.name: file_state(path) for path in self.files}
+        return {"hours": self.hours(), "episodic_return": self.episodic_return, **files}
 
     def episode(self, step, score):
         """The return of a training episode; the next row of train.csv will carry it."""
@@ -694,23 +696,18 @@ class RunLogger:
         self.episodic_return = f"{score:.6g}"
 
     def train(self, step, update, metrics):
-        values = {key: float(value) for key, value in metrics.items()}
-        self.csv["train"].write({
-            "step": step, "update": update, "hours": f"{self.hours:.5f}",
+        append_row(self.files[0], {
+            "step": step, "update": update, "hours": f"{self.hours():.5f}",
             "charts/episodic_return": self.episodic_return,
-            **{key: f"{value:.6g}" for key, value in values.items()}})
+            **{name: f"{float(value):.6g}" for name, value in metrics.items()}})
         self.episodic_return = ""
-        # Only in TensorBoard: the file shall not depend on when it was written.
-        values["charts/SPS"] = (step - self.first_step) / (time.time() - self.began_here)
-        for key, value in values.items():
-            self.tensorboard.add_scalar(key, value, step)
+        # The speed is only here: the file shall not depend on when it was written.
+        for name, value in {**metrics, "charts/SPS": step / self.hours() / 3600}.items():
+            self.tensorboard.add_scalar(name, float(value), step)
 
     def evaluation(self, step, update, episodes):
-        hours = f"{self.hours:.5f}"
-        for number, (score, length) in enumerate(episodes):
-            self.csv["eval"].write({
-                "step": step, "update": update, "hours": hours, "episode": number,
-                "return": f"{score:.6g}", "length": length})
+        hours = f"{self.hours():.5f}"
+        append_episodes(self.files[1], episodes, step=step, update=update, hours=hours)
         scores = [score for score, _ in episodes]
         self.tensorboard.add_scalar("eval/return_mean", np.mean(scores), step)
         self.tensorboard.add_scalar("eval/return_std", np.std(scores), step)
@@ -721,8 +718,6 @@ class RunLogger:
             self.tensorboard.add_images(name, images, step)
 
     def close(self):
-        for file in self.csv.values():
-            file.file.close()
         self.tensorboard.close()
         if "wandb" in sys.modules:
             sys.modules["wandb"].finish()
@@ -734,62 +729,14 @@ def start_wandb(run_dir, args):
 
     id_file = run_dir / "wandb_id.txt"
     if not id_file.exists():
-        write_atomically(id_file, os.urandom(4).hex().encode())
+        id_file.write_text(os.urandom(4).hex())
     try:
         wandb.init(project=args.wandb_project, entity=args.wandb_entity, group=args.wandb_group,
                    name=run_dir.name, id=id_file.read_text(), resume="allow", dir=run_dir,
-                   config=dataclasses.asdict(args), sync_tensorboard=True, save_code=True)
+                   config=vars(args), sync_tensorboard=True, save_code=True)
     except wandb.errors.Error as error:
         raise UsageError(f"Weights & Biases refused ({error}): `wandb login` or WANDB_MODE=offline "
                          "may help; repeat the command with --resume") from error
-
-
-class Progress:
-    """Where a run is: a live line on a terminal, elsewhere a plain one every half minute."""
-
-    FORMAT = "{desc}{percentage:3.0f}% {n:,}/{total:,}{postfix}"
-
-    def __init__(self, total, step):
-        self.live = sys.stdout.isatty()
-        self.every = 0.5 if self.live else 30.0
-        self.shown = time.time()
-        self.bar = tqdm.tqdm(total=total, initial=step, bar_format=self.FORMAT, leave=False,
-                             dynamic_ncols=True, file=sys.stdout if self.live else io.StringIO())
-
-    def show(self, step, update, values):
-        """`values` may live on the device: they are read only when they are shown."""
-        if time.time() - self.shown < self.every:
-            return
-        if update > 0:  # random steps say nothing about how long the updates will take
-            self.bar.bar_format = self.FORMAT + "  ETA {remaining}"
-        known = [f"{name} {float(x):.4g}" for name, x in values.items() if x is not None]
-        self.bar.set_postfix_str("  ".join([f"update {update:,}", *known]), refresh=False)
-        self.bar.update(step - self.bar.n)
-        self.refresh()
-
-    def evaluation_of(self, total, stop):
-        """A function that shows how many episodes are done and says whether to go on."""
-        def keep_going(done):
-            if time.time() - self.shown >= self.every:
-                self.bar.set_description_str(f"evaluating {done}/{total}  ", refresh=False)
-                self.refresh()
-                self.bar.set_description_str(refresh=False)
-            return stop.signal is None
-        return keep_going
-
-    def refresh(self):
-        self.shown = time.time()
-        self.bar.refresh() if self.live else print(self.bar, flush=True)
-
-    def say(self, text):
-        """Print a line without tearing the live one."""
-        self.bar.clear()
-        print(text, flush=True)
-
-
-def due(step, every, stride=1):
-    """Whether this step is the first at or after a multiple of `every` (0: never)."""
-    return every > 0 and step % every < stride
 
 
 def mean_std(episodes):
@@ -797,60 +744,24 @@ def mean_std(episodes):
     return f"{np.mean(scores):.1f} ± {np.std(scores):.1f} over {len(scores)} episodes"
 
 
-def print_plan(args, run_dir, device, replay, resolved, updates, images_per_update, encode):
-    """What this run will do and where, before anything slow begins; on a CPU, how long it takes.
-
-    `encode` encodes eight observations; nearly all of an update's time goes into the encoder.
-    """
-    print(f"{args.env_id}, seed {args.seed}, preset {args.preset} -> {run_dir}\n"
-          f"device {device}, MUJOCO_GL={os.environ.get('MUJOCO_GL', 'unset')}, replay "
-          f"{replay_bytes(replay) / 1e9:.2f} GB on {replay.device}\n"
-          f"resolved: {' '.join(f'{name}={getattr(args, name)}' for name in resolved)}\n"
-          f"to do: {args.total_timesteps:,} steps, {updates:,} updates", flush=True)
-    if device.type == "cpu":
-        encode()  # the first time also sets things up
-        began = time.time()
-        for _ in range(4):
-            encode()
-        hours = updates * images_per_update * (time.time() - began) / 4 / 8 / 3600
-        text = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
-        advice = "; for a CPU: --preset laptop" if args.preset != "laptop" and hours > 5 else ""
-        print(f"a rough guess from {images_per_update:,.0f} encoder passes an update on this CPU: "
-              f"{text}{advice}", flush=True)
-
-
-def print_end(args, run_dir, stop):
-    """What to type next."""
-    again = shlex.join(["python", *sys.argv]) + ("" if args.resume else " --resume")
-    watch = (f"python {sys.argv[0]} --eval-only --checkpoint {run_dir / AGENT_FILE}\n"
-             f"  tensorboard --logdir {args.run_root}")
-    print(f"stopped; to go on: {again}" if stop.signal else
-          f"finished: {run_dir} has the logs and the agent; to evaluate and film it, to see its "
-          f"curves:\n  {watch}", flush=True)
-
-
-def heat_map(values, row_label, column_label, cell=16):
-    """A square matrix as a picture with numbered axes: (1, 1, H, W) in bytes."""
-    from PIL import Image, ImageDraw
-
-    margin, side = 32, cell * len(values)
+def heat_map(values, cell=16, margin=8):
+    """A square matrix as a picture; axes above and left mark every fifth cell: (1, 1, H, W)."""
     heat = 255 * (values - values.min()) / (values.max() - values.min()).clamp(min=1e-6)
-    picture = Image.new("L", (margin + side, margin + side), 255)
-    picture.paste(Image.fromarray(heat.byte().cpu().numpy()).resize((side, side), 0), (margin,) * 2)
-    draw = ImageDraw.Draw(picture)
-    draw.text((2, 2), f"{row_label} down, {column_label} across")
-    for number in range(0, len(values), 5):
-        draw.text((margin + cell * number, margin - 14), str(number))
-        draw.text((margin - 18, margin + cell * number), str(number))
-    return torch.from_numpy(np.array(picture))[None, None]
+    cells = torch.kron(heat, torch.ones(cell, cell, device=heat.device))
+    picture = torch.nn.functional.pad(cells, (margin, 0, margin, 0))
+    picture[:margin, margin::5 * cell] = 255
+    picture[margin::5 * cell, :margin] = 255
+    return picture.byte()[None, None]
 
 
-def write_video(path, frames, fps):
-    """An mp4 of RGB frames (T, H, W, 3)."""
+def write_video(path, frames, fps, enlarge=1):
+    """An mp4 of RGB frames (H, W, 3)."""
     import imageio
 
     path.parent.mkdir(exist_ok=True)
-    imageio.mimwrite(path, np.asarray(frames), fps=fps, macro_block_size=2)
+    with imageio.get_writer(path, fps=fps, macro_block_size=2) as video:
+        for frame in frames:
+            video.append_data(frame.repeat(enlarge, 0).repeat(enlarge, 1))
 
 
 def published_scores(table, task):

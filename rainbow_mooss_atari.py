@@ -259,7 +259,8 @@ def make_env(args, device, training=True):
     import ale_py
 
     gym.register_envs(ale_py)
-    games = [name[4:-3] for name in gym.registry if re.fullmatch(r"ALE/\w+-v5", name)]
+    env_ids = [name for name in gym.registry if re.fullmatch(r"ALE/\w+-v5", name)]
+    games = [name.removeprefix("ALE/").removesuffix("-v5") for name in env_ids]
     common.require_known("--env-id", args.env_id, games)
     env = gym.make(
         f"ALE/{args.env_id}-v5", frameskip=1, repeat_action_probability=0.0,
@@ -407,7 +408,8 @@ class SequenceReplay:
 
     def state_dict(self):
         """All that the columns of complete rows do not say."""
-        newest_frame = self.frames[self.newest_row % self.capacity].cpu()
+        # A copy: a view would bring all frames into the file.
+        newest_frame = self.frames[self.newest_row % self.capacity].cpu().clone()
         return {
             "newest_row": self.newest_row,
             "newest_start": self.newest_start,
@@ -436,8 +438,8 @@ def stack_frames(frames, frame_stack):
     # Put together along the last dimension: in memory the channels then come last, which crops
     # keep and convolutions are fast with.
     frames = frames.movedim(2, 4)  # (B, frame_stack - 1 + F, H, W, C)
-    stacks = torch.cat([frames[:, age:age + length] for age in range(frame_stack)], dim=4)
-    return stacks.movedim(4, 2)
+    ages = [frames[:, age:age + length] for age in range(frame_stack)]
+    return torch.cat(ages, dim=4).movedim(4, 2)
 
 
 def random_crop(images, size, per_sequence=False):
@@ -449,11 +451,12 @@ def random_crop(images, size, per_sequence=False):
     places = images.shape[-1] - size + 1
     all_images = images.shape[:-3]
     drawn = (len(images), 1) if per_sequence else all_images
-    top = torch.randint(places, drawn, device=images.device).expand(all_images).flatten()
-    left = torch.randint(places, drawn, device=images.device).expand(all_images).flatten()
+    corners = torch.randint(places, (2, *drawn), device=images.device)
+    top, left = corners.expand(2, *all_images).flatten(1)  # (N,) each
     # A view of all windows of all images costs nothing; indexing it copies one window of each.
-    windows = images.flatten(0, -4).unfold(2, size, 1).unfold(3, size, 1)
-    every = torch.arange(len(windows), device=images.device)  # (N, C, tops, lefts, size, size)
+    windows = images.flatten(0, -4).unfold(2, size, 1)
+    windows = windows.unfold(3, size, 1)  # (N, C, tops, lefts, size, size)
+    every = torch.arange(len(windows), device=images.device)
     return windows[every, :, top, left]  # (N, C, size, size)
 
 
@@ -500,7 +503,8 @@ def random_walk_masks(count, grid, ratio, generator, connectivity=26, root="rand
     offsets = (moves * number_step).sum(1)  # (26,) or (6,)
 
     if root == "random":
-        here = nodes[torch.randint(len(nodes), (count,), generator=generator)]
+        drawn = torch.randint(len(nodes), (count,), generator=generator)
+        here = nodes[drawn]
     elif root == "fixed":  # D5: where the authors' walks begin
         here = nodes[len(nodes) // 2].expand(count)
     else:
@@ -515,7 +519,8 @@ def random_walk_masks(count, grid, ratio, generator, connectivity=26, root="rand
         visited[walks, here] |= is_new
         missing -= is_new.long()
         # Before the wall a walk stays and draws again, so that all real neighbours are as likely.
-        there = here + offsets[torch.randint(len(offsets), (count,), generator=generator)]
+        drawn = torch.randint(len(offsets), (count,), generator=generator)
+        there = here + offsets[drawn]
         here = torch.where(inside[there], there, here)
     time, height, width = grid
     with_wall = visited.view(count, time + 2, height + 2, width + 2)
@@ -604,7 +609,7 @@ class NoisyLinear(nn.Linear):
     def draw_noise(self):
         for noise in (self.noise_in, self.noise_out):
             noise.normal_()
-            noise.copy_(noise.sign() * noise.abs().sqrt())
+            noise.copy_(noise.abs().sqrt().copysign(noise))
 
     def forward(self, x, noisy=True):
         out = F.linear(x, self.weight, self.bias)
@@ -670,9 +675,11 @@ class Network(nn.Module):
         x = self.features(obs)
         # Forwards this is x; backwards, the gradient that the encoder gets is scaled by 1/sqrt(2).
         x = x + (math.sqrt(0.5) - 1) * (x - x.detach())
-        out = full_precision(self.advantage(x, noisy)).view(-1, self.num_actions, self.atoms)
+        advantage = full_precision(self.advantage(x, noisy))
+        out = advantage.view(-1, self.num_actions, self.atoms)
         if self.value is not None:
-            value = full_precision(self.value(x, noisy)).view(-1, 1, self.atoms)
+            value = full_precision(self.value(x, noisy))
+            value = value.view(-1, 1, self.atoms)
             out = out - out.mean(1, keepdim=True) + value
         return out
 
@@ -737,7 +744,8 @@ class PredictiveDecoder(nn.Module):
         _, length, dim = states.shape
         step = torch.arange(length, device=states.device)
         channel = torch.arange(0, dim, 2, device=states.device)
-        angle = step[:, None] * torch.exp(channel * (-math.log(10000.0) / dim))  # (F, d / 2)
+        frequency = torch.exp(channel * (-math.log(10000.0) / dim))
+        angle = step[:, None] * frequency  # (F, d / 2)
         return torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)[:, :dim]
 
 
@@ -778,8 +786,9 @@ def temporal_contrastive_loss(
     # From level to level the large part, the keys of other sequences, changes only its temperature;
     # what else changes lies in the small block of a sequence with itself.
     blocks = similarity.view(batch, seq_len, batch, seq_len)
-    same_sequence = torch.eye(batch, dtype=torch.bool, device=device)[:, None, :, None]
-    across = blocks.masked_fill(same_sequence | ~valid, nothing).flatten(2)  # (B, F, B*F)
+    same_sequence = torch.eye(batch, dtype=torch.bool, device=device)
+    not_across = same_sequence[:, None, :, None] | ~valid
+    across = blocks.masked_fill(not_across, nothing).flatten(2)  # (B, F, B*F)
     within = within_sequences(similarity, seq_len)  # (B, F, F)
     distance = steps_apart(seq_len, device)  # (F, F)
 
@@ -815,9 +824,12 @@ def rank_accuracy(similarity, seq_len, window, valid=None):
     distance = steps_apart(seq_len, similarity.device)
     near = distance[:, :, None]  # (query, near, 1)
     far = distance[:, None, :]  # (query, 1, far)
-    pairs = ((near + 1 == far) & (near < window)).expand(len(within), -1, -1, -1)
+    pairs = (near + 1 == far) & (near < window)
+    pairs = pairs.expand(len(within), -1, -1, -1)
     if valid is not None:
-        pairs = pairs & valid[:, :, None, None] & valid[:, None, :, None] & valid[:, None, None, :]
+        pairs = pairs & valid[:, :, None, None]
+        pairs = pairs & valid[:, None, :, None]
+        pairs = pairs & valid[:, None, None, :]
     right_order = within[:, :, :, None] > within[:, :, None, :]
     return (pairs & right_order).sum() / pairs.sum().clamp(min=1)
 
@@ -899,18 +911,14 @@ class Agent(nn.Module):
         return 5 * args.batch_size + aux_images
 
     @torch.no_grad()
-    def encode_once(self):
-        channels = self.obs_shape[0] * self.obs_shape[1]
-        self.online.features(torch.zeros(8, channels, *self.obs_shape[2:], device=self.device))
-
-    @torch.no_grad()
     def act(self, obs, noisy=False):
         """Greedy action for an observation (frame_stack, C, H, W) in bytes, or (N,) for N."""
         obs = torch.as_tensor(obs)
         common.check_observation(obs, self.obs_shape)
-        pixels = common.upload(obs.view(-1, *self.obs_shape).flatten(1, 2), self.device)
+        pixels = obs.view(-1, *self.obs_shape).flatten(1, 2)
+        pixels = scale(common.upload(pixels, self.device), 1 / 255)
         with self.autocast():
-            out = self.online(scale(pixels, 1 / 255), noisy)
+            out = self.online(pixels, noisy)
         actions = self.q_values(out).argmax(1).cpu().numpy()
         return actions if obs.dim() == 5 else actions[0]
 
@@ -1040,7 +1048,8 @@ class Agent(nn.Module):
         """L_MOOSS of a batch of sequences, and the similarity (B*F, B*F) that it ranks."""
         args = self.args
         with self.autocast():
-            states = self.online.state(masked_obs).unflatten(0, (-1, args.seq_len))  # (B, F, d)
+            states = self.online.state(masked_obs)
+            states = states.unflatten(0, (-1, args.seq_len))  # (B, F, d)
             queries = self.decoder(states, actions, rewards)
         similarity = self.similarity(full_precision(queries.flatten(0, 1)), keys)
         loss = temporal_contrastive_loss(
@@ -1139,7 +1148,7 @@ def picture_of_masks(obs, masked_obs, seq_len, channels):
 def picture_of_similarity(similarity, seq_len):
     """How similar queries (rows) and keys (columns) of a sequence are: (1, 1, H, W) in bytes."""
     mean = within_sequences(similarity, seq_len).mean(0)  # over the sequences of the batch
-    return common.heat_map(mean, "queries", "keys")
+    return common.heat_map(mean)
 
 
 # -------------------------------------------------------------------------------------- evaluation
@@ -1162,11 +1171,11 @@ def evaluate(agent, args, device, step, keep_going, video=None):
         if not keep_going(len(games) - len(playing)):
             return None
         if video and 0 in playing:
-            film.append(envs[0].render().repeat(2, axis=0).repeat(2, axis=1))  # (420, 320, 3)
+            film.append(envs[0].render())  # (210, 160, 3)
         # On a GPU the batch keeps its shape: for a new one, the convolutions are tuned anew.
         shown = list(playing) if device.type == "cpu" else games
-        actions = agent.act(np.stack([obs[game] for game in shown]))
-        for game, action in zip(shown, actions):
+        batch = np.stack([obs[game] for game in shown])
+        for game, action in zip(shown, agent.act(batch)):
             if game not in playing:
                 continue
             if dice[game].random() < args.eval_epsilon:
@@ -1178,7 +1187,7 @@ def evaluate(agent, args, device, step, keep_going, video=None):
                 envs[game].close()
                 playing.remove(game)
     if video:
-        common.write_video(video, film, fps=15)
+        common.write_video(video, film, fps=15, enlarge=2)
     return list(zip(scores, lengths))
 
 
@@ -1231,16 +1240,15 @@ def main(args):
     run_dir = folder.claim(common.provenance(__file__, device, PACKAGES))
     learning_steps = max(0, args.total_timesteps - args.min_replay)
     updates = args.updates_per_step * math.ceil(learning_steps / args.replay_period)
-    common.print_plan(
-        args, run_dir, device, replay, PAPER, updates, agent.images_per_update(), agent.encode_once)
-    checkpoints = common.Checkpoints(folder, agent, replay)
-    counters = checkpoints.restore(Counters())
+    common.print_plan(args, run_dir, agent, replay, PAPER, updates)
+    counters, logs = folder.restore(agent, replay, Counters())
     resumed_at = counters.step
-    logger = common.RunLogger(run_dir, args, checkpoints.logger_state)
-    progress = common.Progress(args.total_timesteps, counters.step)
+    logger = common.RunLogger(run_dir, args, counters.step, logs)
+    progress = common.Progress(args, counters.step, stop)
 
     # A game is its seed and its actions: one that was half played is played again.
-    obs, _ = env.reset(seed=common.derive_seed(args.seed, "training", counters.game))
+    seed = common.derive_seed(args.seed, "training", counters.game)
+    obs, _ = env.reset(seed=seed)
     score = 0.0
     last_score = None
     for action in counters.actions:
@@ -1261,17 +1269,16 @@ def main(args):
             finished or common.due(step, args.eval_every))
         checkpoint_due = step > resumed_at and common.due(step, args.checkpoint_every)
         if evaluation_due:
-            keep_going = progress.evaluation_of(args.eval_episodes, stop)
             video = run_dir / "videos" / f"step_{step:09d}.mp4" if args.capture_video else None
-            episodes = evaluate(agent, args, device, step, keep_going, video)
+            episodes = evaluate(agent, args, device, step, progress.keep_going, video)
             if episodes is not None:  # otherwise a signal came: it is repeated after a resume
                 counters.evaluated_at = step
                 logger.evaluation(step, counters.update, episodes)
-                progress.say(f"step {step:,}: score {verdict(args, episodes)}")
+                progress.bar.write(f"step {step:,}: score {verdict(args, episodes)}")
         if checkpoint_due or finished or stop.signal:
             if args.aux_weight > 0 and counters.update > 0:
                 logger.pictures(step, mooss_pictures(agent, replay, counters.update))
-            checkpoints.save(counters, logger)
+            folder.save(agent, replay, counters, logger)
         if stop.signal or finished:
             break
 
@@ -1305,8 +1312,9 @@ def main(args):
         obs, reward, terminated, _, info = env.step(action)
         counters.actions.append(action)
         score += float(reward)
-        clip = args.reward_clip or math.inf
-        replay.add(action, float(np.clip(reward, -clip, clip)), terminated, obs[-1])
+        limit = args.reward_clip or math.inf
+        clipped = float(np.clip(reward, -limit, limit))
+        replay.add(action, clipped, terminated, obs[-1])
         if terminated:
             game_over = info["game_over"]
             if game_over:
@@ -1329,4 +1337,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    common.run_cli(Args, fill_presets, main)
+    common.exit_with(lambda: main(common.parse_args(Args, fill_presets)))

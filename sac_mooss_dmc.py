@@ -376,7 +376,8 @@ class SequenceReplay:
 
     def state_dict(self):
         """All that the columns of complete rows do not say."""
-        newest_frame = self.frames[self.newest_row % self.capacity].cpu()
+        # A copy: a view would bring all frames into the file.
+        newest_frame = self.frames[self.newest_row % self.capacity].cpu().clone()
         return {
             "newest_row": self.newest_row,
             "newest_start": self.newest_start,
@@ -399,11 +400,12 @@ def random_crop(images, size, per_sequence=False):
     places = images.shape[-1] - size + 1
     all_images = images.shape[:-3]
     drawn = (len(images), 1) if per_sequence else all_images
-    top = torch.randint(places, drawn, device=images.device).expand(all_images).flatten()
-    left = torch.randint(places, drawn, device=images.device).expand(all_images).flatten()
+    corners = torch.randint(places, (2, *drawn), device=images.device)
+    top, left = corners.expand(2, *all_images).flatten(1)  # (N,) each
     # A view of all windows of all images costs nothing; indexing it copies one window of each.
-    windows = images.flatten(0, -4).unfold(2, size, 1).unfold(3, size, 1)
-    every = torch.arange(len(windows), device=images.device)  # (N, C, tops, lefts, size, size)
+    windows = images.flatten(0, -4).unfold(2, size, 1)
+    windows = windows.unfold(3, size, 1)  # (N, C, tops, lefts, size, size)
+    every = torch.arange(len(windows), device=images.device)
     return windows[every, :, top, left]  # (N, C, size, size)
 
 
@@ -456,7 +458,8 @@ def random_walk_masks(count, grid, ratio, generator, connectivity=26, root="rand
     offsets = (moves * number_step).sum(1)  # (26,) or (6,)
 
     if root == "random":
-        here = nodes[torch.randint(len(nodes), (count,), generator=generator)]
+        drawn = torch.randint(len(nodes), (count,), generator=generator)
+        here = nodes[drawn]
     elif root == "fixed":  # D5: where the authors' walks begin
         here = nodes[len(nodes) // 2].expand(count)
     else:
@@ -471,7 +474,8 @@ def random_walk_masks(count, grid, ratio, generator, connectivity=26, root="rand
         visited[walks, here] |= is_new
         missing -= is_new.long()
         # Before the wall a walk stays and draws again, so that all real neighbours are as likely.
-        there = here + offsets[torch.randint(len(offsets), (count,), generator=generator)]
+        drawn = torch.randint(len(offsets), (count,), generator=generator)
+        there = here + offsets[drawn]
         here = torch.where(inside[there], there, here)
     time, height, width = grid
     with_wall = visited.view(count, time + 2, height + 2, width + 2)
@@ -684,7 +688,8 @@ class PredictiveDecoder(nn.Module):
         _, length, dim = states.shape
         step = torch.arange(length, device=states.device)
         channel = torch.arange(0, dim, 2, device=states.device)
-        angle = step[:, None] * torch.exp(channel * (-math.log(10000.0) / dim))  # (F, d / 2)
+        frequency = torch.exp(channel * (-math.log(10000.0) / dim))
+        angle = step[:, None] * frequency  # (F, d / 2)
         return torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)[:, :dim]
 
 
@@ -725,8 +730,9 @@ def temporal_contrastive_loss(
     # From level to level the large part, the keys of other sequences, changes only its temperature;
     # what else changes lies in the small block of a sequence with itself.
     blocks = similarity.view(batch, seq_len, batch, seq_len)
-    same_sequence = torch.eye(batch, dtype=torch.bool, device=device)[:, None, :, None]
-    across = blocks.masked_fill(same_sequence | ~valid, nothing).flatten(2)  # (B, F, B*F)
+    same_sequence = torch.eye(batch, dtype=torch.bool, device=device)
+    not_across = same_sequence[:, None, :, None] | ~valid
+    across = blocks.masked_fill(not_across, nothing).flatten(2)  # (B, F, B*F)
     within = within_sequences(similarity, seq_len)  # (B, F, F)
     distance = steps_apart(seq_len, device)  # (F, F)
 
@@ -762,9 +768,12 @@ def rank_accuracy(similarity, seq_len, window, valid=None):
     distance = steps_apart(seq_len, similarity.device)
     near = distance[:, :, None]  # (query, near, 1)
     far = distance[:, None, :]  # (query, 1, far)
-    pairs = ((near + 1 == far) & (near < window)).expand(len(within), -1, -1, -1)
+    pairs = (near + 1 == far) & (near < window)
+    pairs = pairs.expand(len(within), -1, -1, -1)
     if valid is not None:
-        pairs = pairs & valid[:, :, None, None] & valid[:, None, :, None] & valid[:, None, None, :]
+        pairs = pairs & valid[:, :, None, None]
+        pairs = pairs & valid[:, None, :, None]
+        pairs = pairs & valid[:, None, None, :]
     right_order = within[:, :, :, None] > within[:, :, None, :]
     return (pairs & right_order).sum() / pairs.sum().clamp(min=1)
 
@@ -830,12 +839,6 @@ class Agent(nn.Module):
         args = self.args
         aux_images = 4 * args.aux_batch_size * args.seq_len if args.aux_weight > 0 else 0
         return 5.5 * args.batch_size + aux_images
-
-    @torch.no_grad()
-    def encode_once(self):
-        side = self.args.image_size
-        channels = self.obs_shape[0] * self.obs_shape[1]
-        self.critic.encoder(torch.zeros(8, channels, side, side, device=self.device))
 
     @torch.no_grad()
     def act(self, obs, deterministic=False):
@@ -985,7 +988,8 @@ class Agent(nn.Module):
         """lambda * L_MOOSS of a batch of sequences, and the similarity (B*F, B*F) that it ranks."""
         args = self.args
         with self.autocast():
-            states = self.critic.encoder(masked_obs).unflatten(0, (-1, args.seq_len))  # (B, F, d)
+            states = self.critic.encoder(masked_obs)
+            states = states.unflatten(0, (-1, args.seq_len))  # (B, F, d)
             queries = self.decoder(states, actions, rewards)
         similarity = self.similarity(full_precision(queries.flatten(0, 1)), keys)
         loss = temporal_contrastive_loss(
@@ -1070,7 +1074,7 @@ def picture_of_masks(obs, masked_obs, seq_len, channels):
 def picture_of_similarity(similarity, seq_len):
     """How similar queries (rows) and keys (columns) of a sequence are: (1, 1, H, W) in bytes."""
     mean = within_sequences(similarity, seq_len).mean(0)  # over the sequences of the batch
-    return common.heat_map(mean, "queries", "keys")
+    return common.heat_map(mean)
 
 
 # -------------------------------------------------------------------------------------- evaluation
@@ -1152,13 +1156,11 @@ def main(args):
     stop = common.StopRequest()
     run_dir = folder.claim(common.provenance(__file__, device, PACKAGES))
     updates = max(0, math.ceil(args.total_timesteps / args.action_repeat) - args.init_steps)
-    common.print_plan(
-        args, run_dir, device, replay, PAPER, updates, agent.images_per_update(), agent.encode_once)
-    checkpoints = common.Checkpoints(folder, agent, replay)
-    counters = checkpoints.restore(Counters())
+    common.print_plan(args, run_dir, agent, replay, PAPER, updates)
+    counters, logs = folder.restore(agent, replay, Counters())
     resumed_at = counters.step
-    logger = common.RunLogger(run_dir, args, checkpoints.logger_state)
-    progress = common.Progress(args.total_timesteps, counters.step)
+    logger = common.RunLogger(run_dir, args, counters.step, logs)
+    progress = common.Progress(args, counters.step, stop)
 
     # An episode is its seed (D19) and its actions: one that was half played is played again.
     obs, _ = env.reset(seed=common.derive_seed(args.seed, "training", counters.episode))
@@ -1181,17 +1183,16 @@ def main(args):
         checkpoint_due = step > resumed_at and common.due(
             step, args.checkpoint_every, args.action_repeat)
         if evaluation_due:
-            keep_going = progress.evaluation_of(args.eval_episodes, stop)
             video = run_dir / "videos" / f"step_{step:09d}.mp4" if args.capture_video else None
-            episodes = evaluate(agent, args, device, step, keep_going, video)
+            episodes = evaluate(agent, args, device, step, progress.keep_going, video)
             if episodes is not None:  # otherwise a signal came: it is repeated after a resume
                 counters.evaluated_at = step
                 logger.evaluation(step, counters.update, episodes)
-                progress.say(f"step {step:,}: return {verdict(args, episodes)}")
+                progress.bar.write(f"step {step:,}: return {verdict(args, episodes)}")
         if checkpoint_due or finished or stop.signal:
             if args.aux_weight > 0 and counters.update > 0:
                 logger.pictures(step, mooss_pictures(agent, replay, counters.update))
-            checkpoints.save(counters, logger)
+            folder.save(agent, replay, counters, logger)
         if stop.signal or finished:
             break
 
@@ -1238,4 +1239,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    common.run_cli(Args, fill_presets, main)
+    common.exit_with(lambda: main(common.parse_args(Args, fill_presets)))

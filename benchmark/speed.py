@@ -551,9 +551,12 @@ def count(args, speed):
     module = case_class.module
     env = module.make_env(args, torch.device("cpu"))
     with contextlib.ExitStack() as stack:
-        # Torch has fused optimisers and autocast for real devices only; masks are few here.
+        # Torch has fused optimisers, kernels for lists of tensors and autocast for real devices
+        # only; masks are few here.
         stack.enter_context(mock.patch(
             "torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta"]))
+        stack.enter_context(mock.patch(
+            "torch.nn.utils.clip_grad._has_foreach_support", lambda *_: True))
         stack.enter_context(mock.patch.object(
             module.Agent, "autocast", lambda agent: contextlib.nullcontext()))
         stack.enter_context(mock.patch.object(module.MaskBank, "BLOCK", 2))
