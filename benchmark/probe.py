@@ -96,12 +96,12 @@ LABELS = {
     "cube_masks": "MOOSS with cube masks",
     "mooss": "MOOSS",
 }
-COLOURS = {
-    "base": "tab:blue",
-    "base_same_time": "tab:cyan",
+COLOURS = {  # Base and MOOSS as in the report
+    "base": "tab:gray",
+    "base_same_time": "black",
     "second_step": "tab:green",
-    "cube_masks": "tab:purple",
-    "mooss": "tab:orange",
+    "cube_masks": "tab:orange",
+    "mooss": "tab:blue",
 }
 
 

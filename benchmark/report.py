@@ -484,7 +484,7 @@ def runs_section(document, runs):
     known = [run for run in runs if run.provenance]
     if known:
         document.text("Where they come from:")
-        names = ("hardware", "python", "torch", "gymnasium", "simulator", "command")
+        names = ("hardware", "python", "torch", "gymnasium", "mujoco", "ale-py", "command")
         document.table(["task", "variant", "seed", "commit", *names], [
             [run.task, run.variant, run.seed, commit(run.provenance),
              *(shorten(run.provenance.get(name) or "-", 300) for name in names)]
