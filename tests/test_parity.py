@@ -1,8 +1,10 @@
-"""One update equals the authors' code: their losses and parameters over four updates, from the same start and inputs.
+"""One update equals the authors' code: their losses and parameters over four updates, from the
+same start and inputs.
 
-Each `data/authors_update_*.json` holds what the authors' public DMC code computed in float64 for one task, at a small
-size. Weights and inputs are given by formulas (`start_value`, `inputs_of_update`), so that the numbers are all there
-is to store. The real `Agent.update` runs here; only what it draws (replay rows, crops, masks, noise) is given to it.
+Each `data/authors_update_*.json` holds what the authors' public DMC code computed in float64 for
+one task, at a small size. Weights and inputs are given by formulas (`start_value`, `GivenInputs`),
+so that the numbers are all there is to store. The real `Agent.update` runs here; only what it draws
+(replay rows, crops, masks, noise) is given to it.
 """
 
 import functools
@@ -18,11 +20,12 @@ import sac_mooss_dmc as dmc
 
 FILES = sorted(Path(__file__).with_name("data").glob("authors_update_*.json"))
 SEQ_LEN = 16
-# The numbers name a tensor as commit e79a8b8 did; where the agent calls it otherwise now: {its name now: name then}.
+# The numbers name a tensor as commit e79a8b8 did; where the agent calls it otherwise now:
+# {its name now: name then}.
 NAMES_THEN = {}
 
 
-# ---------------------------------------------------------------------------------------------- start and inputs
+# ------------------------------------------------------------------------------- start and inputs
 def scrambled(index):
     """Knuth's multiplicative hash of integers, 32 bits."""
     return np.asarray(index).astype(np.uint64) * np.uint64(2654435761) % np.uint64(2**32)
@@ -107,7 +110,7 @@ class GivenInputs:
         return mask.repeat(args.aux_batch_size, 1, 1)[:, None]
 
 
-# ---------------------------------------------------------------------------------------------- the comparison
+# --------------------------------------------------------------------------------- the comparison
 @pytest.fixture(autouse=True)
 def double_precision():
     torch.set_default_dtype(torch.float64)
@@ -115,12 +118,21 @@ def double_precision():
     torch.set_default_dtype(torch.float32)
 
 
+def is_close(value, given, rel_tol=1e-6, abs_tol=0.0):
+    return math.isclose(value.item(), given, rel_tol=rel_tol, abs_tol=abs_tol)
+
+
 def differences(file, monkeypatch, updates=4, mutate=lambda agent: None, **flags):
-    """Run the file's updates with the agent; what differs from the authors' numbers, each as `update quantity`."""
+    """Run the file's updates with the agent.
+
+    What differs from the authors' numbers, each as `update quantity`.
+    """
     expected = json.loads(file.read_text())
-    sizes, salt = dict(expected["sizes"]), expected["salt"]
+    salt = expected["salt"]
+    sizes = dict(expected["sizes"])
     action_dim = sizes.pop("action_dim")
-    args = dmc.resolve_args(dmc.Args(env_id=expected["task"], preset="authors", device="cpu", **sizes, **flags))
+    args = dmc.resolve_args(dmc.Args(
+        env_id=expected["task"], preset="authors", device="cpu", **sizes, **flags))
     agent = dmc.Agent(args, (3, 3, 100, 100), action_dim, torch.device("cpu"))
     named = {NAMES_THEN.get(name, name): parameter for name, parameter in agent.named_parameters()}
     start = {name: start_value(name, parameter, salt) for name, parameter in named.items()}
@@ -139,20 +151,21 @@ def differences(file, monkeypatch, updates=4, mutate=lambda agent: None, **flags
         agent.update(inputs, update, log=False)
         assert inputs.views == [], "the update did not use every input"
         for loss in ("critic", "mooss", "actor"):
-            computed, given = agent.metrics.get(f"losses/{loss}"), numbers.get(f"{loss}_loss")
-            assert (computed is None) == (given is None), f"update {update}: {loss} loss on one side only"
-            if given is not None and not math.isclose(computed.item(), given, rel_tol=1e-10, abs_tol=1e-10):
+            computed = agent.metrics.get(f"losses/{loss}")
+            given = numbers.get(f"{loss}_loss")
+            on_both = (computed is None) == (given is None)
+            assert on_both, f"update {update}: {loss} loss on one side only"
+            if given is not None and not is_close(computed, given, 1e-10, 1e-10):
                 found.append(f"{update} {loss}_loss")
-        if not math.isclose(agent.log_alpha.exp().item(), numbers["alpha"], rel_tol=1e-12, abs_tol=1e-12):
+        if not is_close(agent.log_alpha.exp(), numbers["alpha"], 1e-12, 1e-12):
             found.append(f"{update} alpha")
         assert named.keys() == numbers["parameters"].keys()
         for name, (move, weighted_sum) in numbers["parameters"].items():
             values = named[name].detach()
             index = torch.arange(values.numel(), dtype=torch.float64)
-            if not math.isclose((values - start[name]).norm().item(), move, rel_tol=1e-6):
+            if not is_close((values - start[name]).norm(), move):
                 found.append(f"{update} {name} move")
-            if not math.isclose((values.flatten() * torch.cos(0.13 * index)).sum().item(), weighted_sum,
-                                rel_tol=1e-6):
+            if not is_close((values.flatten() * torch.cos(0.13 * index)).sum(), weighted_sum):
                 found.append(f"{update} {name} sum")
     return found
 
@@ -166,21 +179,25 @@ def test_there_are_numbers_to_compare_with():
     assert FILES
 
 
+@pytest.mark.quick
 def test_four_updates_equal_the_authors_code(file, monkeypatch):
     assert differences(file, monkeypatch) == []
 
 
-# ---------------------------------------------------------------------------------------------- it can fail
+# ------------------------------------------------------------------------------------- it can fail
 FLAG_MUTATIONS = {  # flag, its wrong value, and what must show it
-    "key encoder EMA at every update": (dict(target_update_period=1), "1 key_encoder.projection.0.weight move"),
-    "target critic EMA at every update": (dict(critic_target_update_freq=1), "1 critic_target.heads.0.0.weight move"),
+    "key encoder EMA at every update": (
+        dict(target_update_period=1), "1 key_encoder.projection.0.weight move"),
+    "target critic EMA at every update": (
+        dict(critic_target_update_freq=1), "1 critic_target.heads.0.0.weight move"),
     "actor at every update": (dict(actor_update_freq=1), None),
     "learning rate of actor and critic": (dict(rl_lr=1.1e-3), "0 critic.heads.0.0.weight move"),
     "learning rate of the MOOSS step": (dict(aux_lr=5.001e-4), "0 decoder.head.0.weight move"),
     "learning rate of the temperature": (dict(alpha_lr=1.001e-4), "0 alpha"),
     "warm-up of the MOOSS step": (dict(aux_warmup_steps=6001), "1 decoder.head.0.weight move"),
     "EMA of the key encoder": (dict(target_ema=0.949), "0 key_encoder.projection.0.weight move"),
-    "EMA of the target critic's encoder": (dict(critic_encoder_ema=0.951), "0 critic_target.encoder.convs.0.bias move"),
+    "EMA of the target critic's encoder": (
+        dict(critic_encoder_ema=0.951), "0 critic_target.encoder.convs.0.bias move"),
     "temporal window": (dict(temporal_window=6), "0 mooss_loss"),
     "reduction over levels": (dict(level_reduction="sum"), "0 mooss_loss"),
     "embeddings not normalised": (dict(normalize_embeddings=False), "0 mooss_loss"),
@@ -195,7 +212,8 @@ def test_a_wrong_setting_is_seen(mutation, monkeypatch):
         with pytest.raises(AssertionError, match="actor loss on one side only"):
             differences(FILES[0], monkeypatch, updates=2, **flags)
     else:
-        assert shown_by in differences(FILES[0], monkeypatch, updates=int(shown_by[0]) + 1, **flags)
+        updates = int(shown_by[0]) + 1
+        assert shown_by in differences(FILES[0], monkeypatch, updates=updates, **flags)
 
 
 @pytest.mark.parametrize("bound", ["LOG_STD_MIN", "LOG_STD_MAX"])
@@ -206,7 +224,8 @@ def test_a_wrong_bound_of_the_log_std_is_seen(bound, monkeypatch):
 
 def mooss_after_actor(agent):
     """Hold the MOOSS step back until the actor has made its own."""
-    mooss_step, update_targets = agent.mooss_step, agent.update_targets
+    mooss_step = agent.mooss_step
+    update_targets = agent.update_targets
     held_back = []
 
     def late(update):
@@ -228,4 +247,5 @@ def test_emas_that_come_one_update_late_are_seen(monkeypatch):
         agent.update_targets = lambda update: update_targets(update + 1)
 
     found = differences(FILES[0], monkeypatch, updates=1, mutate=late)
-    assert "0 critic_target.heads.0.0.weight move" in found and "0 key_encoder.convs.0.weight move" in found
+    assert "0 critic_target.heads.0.0.weight move" in found
+    assert "0 key_encoder.convs.0.weight move" in found

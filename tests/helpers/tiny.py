@@ -59,6 +59,9 @@ class DotEnv(gym.Env):
         truncated = self.time >= self.length
         return dot_frame(self.place, 3, self.size), 1 - abs(self.place), terminated, truncated, {}
 
+    def render(self):
+        return dot_frame(self.place, 3, self.size).transpose(1, 2, 0)
+
 
 class DotGame(gym.Env):
     """The dot with three actions and three lives of `life` steps each.
@@ -89,6 +92,9 @@ class DotGame(gym.Env):
         ended = game_over or (self.training and life_over)
         reward = 2.5 * (abs(self.place) < 0.2)
         return dot_frame(self.place, 1, self.size), reward, ended, False, {"game_over": game_over}
+
+    def render(self):
+        return dot_frame(self.place, 3, self.size).transpose(1, 2, 0)
 
 
 # --------------------------------------------------------------------------------------------- DMC
