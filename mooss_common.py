@@ -338,7 +338,8 @@ class RunFolder:
         self.may_change = {*FREE_TO_CHANGE, *may_change}
         name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__s{args.seed}"
         self.path = Path(args.run_root) / name
-        self.pieces = []  # [first row, last row + 1] of those that the newest checkpoint needs
+        # Those that the newest checkpoint needs: [first row, last row + 1, size, checksum] of each.
+        self.pieces = []
 
     def described(self):
         """All that decides what a run computes: its flags, its script, and the script's source."""
@@ -394,10 +395,11 @@ class RunFolder:
         self.pieces = [piece for piece in before if piece[1] > replay.oldest_row]
         begin = self.pieces[-1][1] if self.pieces else replay.oldest_row
         if begin < replay.newest_row:  # which is not complete: the replay's own state has it
-            self.pieces.append([begin, replay.newest_row])
+            path = self.piece_path([begin, replay.newest_row])
             slots = torch.arange(begin, replay.newest_row) % replay.capacity
             rows = {name: getattr(replay, name)[slots].cpu() for name in replay.columns}
-            write_atomically(self.piece_path(self.pieces[-1]), rows)
+            write_atomically(path, rows)
+            self.pieces.append([begin, replay.newest_row, *file_state(path)])
 
         weights = agent.state_dict()
         to_use = {
@@ -445,8 +447,10 @@ class RunFolder:
     def load(self, state, agent, replay):
         self.pieces = state["pieces"]
         for piece in self.pieces:
-            slots = torch.arange(*piece) % replay.capacity
-            for name, rows in read_tensors(self.piece_path(piece)).items():
+            path = self.piece_path(piece)
+            require(file_state(path) == piece[2:], f"{path} is damaged, or of another run")
+            slots = torch.arange(*piece[:2]) % replay.capacity
+            for name, rows in read_tensors(path).items():
                 getattr(replay, name)[slots] = rows.to(replay.device)
         replay.load_state_dict(state["replay"])
         agent.load_state_dict(state["agent"])

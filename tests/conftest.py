@@ -1,12 +1,17 @@
 """Where the tests find the scripts, and the fixtures that they share; see `helpers/`."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+for number in (signal.SIGINT, signal.SIGHUP):  # which `&` and nohup let their programs ignore
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGHUP else
+                      signal.default_int_handler)
 
 import pytest
 

@@ -218,7 +218,7 @@ def test_table_and_picture_come_from_the_csv_alone(tmp_path, monkeypatch):
 def test_base_and_mooss_have_their_own_colours_in_the_picture(tiny_probe, tmp_path):
     probing.report(tiny_probe, made_up_rows((1, 2, 3)))
     picture = matplotlib.image.imread(tmp_path / "reacher-easy.png")[..., :3]
-    for name in ("tab:blue", "tab:orange"):
+    for name in ("tab:gray", "tab:blue"):
         colour = np.array(matplotlib.colors.to_rgb(name))
         assert (np.abs(picture - colour).max(2) < 0.02).sum() > 500
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import mooss_common as common
+import sac_mooss_dmc as dmc
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmark"))
@@ -23,8 +25,9 @@ DMC = [
     "ball_in_cup-catch"]
 PROVENANCE = {
     "command": "python sac_mooss_dmc.py --env-id finger-spin", "commit": "0123456789abcdef",
-    "dirty": True, "python": "3.11.2", "torch": "2.13.0", "gymnasium": "1.2.0",
-    "simulator": "dm_control 1.0.31", "hardware": "Analytical Engine with 2 cores"}
+    "dirty": True, "hardware": "Analytical Engine with 2 cores", "python": "3.11.2",
+    "torch": "2.13.0", "numpy": "2.4.6", "gymnasium": "1.2.0", "shimmy": "2.0.0",
+    "dm_control": "1.0.31", "mujoco": "3.3.2"}
 
 
 @pytest.fixture(autouse=True)
@@ -275,10 +278,12 @@ def test_report_gives_no_rank_accuracy_where_there_is_nothing_to_rank(tmp_path):
 
 
 def test_provenance_is_shown_where_a_run_has_it(made_report, tmp_path):
+    written = common.provenance(dmc.__file__, torch.device("cpu"), dmc.PACKAGES)
+    assert list(PROVENANCE) == list(written)
     text = section((made_report / "report.md").read_text(), "Runs")
     row = next(line for line in text.splitlines() if "Analytical Engine with 2 cores" in line)
     assert row.startswith("| walker-walk | mooss | 9 | 0123456... with changes |")
-    assert "dm_control 1.0.31" in row and text.count("Analytical") == 1
+    assert "| 3.3.2 | - |" in row and text.count("Analytical") == 1
     write_run(tmp_path / "runs", "finger-spin", "mooss", 1, {100_000: 600})
     assert "hardware" not in make_report(tmp_path / "runs")
 
