@@ -617,7 +617,7 @@ def print_plan(args, run_dir, agent, replay, resolved, updates):
           f"to do: {args.total_timesteps:,} steps, {updates:,} updates", flush=True)
     if agent.device.type == "cpu":
         obs = np.zeros((8, *agent.obs_shape), np.uint8)
-        with torch.random.fork_rng():  # the run must not depend on it
+        with torch.random.fork_rng([]):  # the run must not depend on it
             agent.act(obs)  # the first time also sets things up
             seconds = timeit.timeit(lambda: agent.act(obs), number=4) / (4 * len(obs))
         hours = seconds * updates * agent.images_per_update() / 3600

@@ -792,24 +792,22 @@ def temporal_contrastive_loss(
     within = within_sequences(similarity, seq_len)  # (B, F, F)
     distance = steps_apart(seq_len, device)  # (F, F)
 
-    total = similarity.new_zeros(())
-    counted_pairs = similarity.new_zeros(())
-    for level in range(window + 1):
-        tau = tau0 + level * tau_step
-        positive = (distance == level) & valid[:, None]  # (B, F, F)
-        further = (distance >= level) & valid[:, None]
-        logits = within / tau
-        log_positives = logits.masked_fill(~positive, nothing).logsumexp(2)  # (B, F)
-        log_further = logits.masked_fill(~further, nothing).logsumexp(2)
-        log_others = (across / tau).logsumexp(2)
-        losses = torch.logaddexp(log_further, log_others) - log_positives  # (B, F)
-        # A middle query has no key at a large distance: that pair of query and level is left out.
-        counted = valid & positive.any(2)
-        total = total + (weights[:, None] * losses).masked_fill(~counted, 0).sum()
-        counted_pairs = counted_pairs + counted.sum()
+    levels = torch.arange(window + 1, device=device)[:, None, None, None]
+    positive = (distance == levels) & valid[:, None]  # (L + 1, B, F, F)
+    further = (distance >= levels) & valid[:, None]
+    taus = [tau0 + level * tau_step for level in range(window + 1)]
+    logits = torch.stack([within / tau for tau in taus])
+    log_positives = logits.masked_fill(~positive, nothing).logsumexp(3)  # (L + 1, B, F)
+    log_further = logits.masked_fill(~further, nothing).logsumexp(3)
+    # One level after the other: these are large.
+    log_others = torch.stack([(across / tau).logsumexp(2) for tau in taus])
+    losses = torch.logaddexp(log_further, log_others) - log_positives
+    # A middle query has no key at a large distance: that pair of query and level is left out.
+    counted = valid & positive.any(3)
+    total = (weights[:, None] * losses).masked_fill(~counted, 0).sum()
 
     if reduction == "mean":  # D2
-        return total / counted_pairs.clamp(min=1)
+        return total / counted.sum().clamp(min=1)
     if reduction == "sum":
         return total / valid.sum().clamp(min=1)
     raise ValueError(f"unknown reduction over levels: {reduction}")
@@ -1121,7 +1119,8 @@ def mooss_pictures(agent, replay, index):
     """What a MOOSS step sees and finds, as pictures by name."""
     args = agent.args
     # A look must not change the run: the random streams go on as if nobody had looked.
-    with torch.random.fork_rng():
+    on_cuda = agent.device.type == "cuda"
+    with torch.random.fork_rng([agent.device] if on_cuda else []):
         rows, weights = replay.sample(args.batch_size, 0.0)
         actions, rewards, valid = common.upload(replay.sequences(rows), agent.device)
         weights = common.upload(weights, agent.device)

@@ -50,6 +50,27 @@ def test_a_run_leaves_these_files_and_no_others(tmp_path, dot_game):
     assert videos == {f"step_{step:09d}.mp4" for step in (0, 30, 60, 70)}
 
 
+@pytest.mark.parametrize("device,sizes", [("cpu", {1, 2}), ("cuda", {2})])
+def test_an_evaluation_on_a_gpu_keeps_the_shape_of_its_batch(
+        device, sizes, monkeypatch, dot_game):
+    """Of two games one ends first; cuDNN would tune itself anew for a smaller batch."""
+    args = tiny.atari_args(eval_episodes=2)
+    agent = tiny.atari_agent(args)
+    seen = []
+    act = agent.act
+    monkeypatch.setattr(agent, "act", lambda obs: seen.append(len(obs)) or act(obs))
+    games = [tiny.make_dot_game(args, None, training=False) for _ in range(2)]
+    step = games[1].step
+
+    def ended(action):  # after its first step
+        return *step(action)[:2], True, False, {}
+
+    monkeypatch.setattr(games[1], "step", ended)
+    monkeypatch.setattr(atari, "make_env", lambda *_, **__: games.pop(0))
+    assert len(atari.evaluate(agent, args, torch.device(device), 0, lambda done: True)) == 2
+    assert set(seen) == sizes
+
+
 def test_arguments_are_saved_with_every_preset_filled_in(whole):
     saved = json.loads((whole / "args.json").read_text())
     assert (saved["batch_size"], saved["mask_ratio"], saved["multi_step"]) == (4, 0.5, 3)

@@ -6,6 +6,7 @@ test_common_damage.
 
 import json
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -312,3 +313,17 @@ def test_absurd_sizes_are_refused_before_anything_is_written(flag, module, tmp_p
     assert_one_sentence(
         lambda: run(module, tmp_path, **{flag: 10**21}), capsys, f"--{flag.replace('_', '-')}")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_resume_on_another_gpu_takes_that_ones_own_random_state(tmp_path, monkeypatch):
+    """A run began on cuda:0 and goes on on cuda:1; there is no GPU, so only the calls are seen."""
+    restored = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *state: restored.append(state))
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
+    agent = types.SimpleNamespace(
+        device=torch.device("cuda", 1), optimizers={}, load_state_dict=lambda state: None)
+    replay = types.SimpleNamespace(load_state_dict=lambda state: None)
+    empty = dict.fromkeys(["replay", "agent", "metrics", "optimizers", "torch_rng"])
+    of_the_run = common.RunFolder(tiny.dmc_args(), dmc.__file__)
+    of_the_run.load({**empty, "pieces": [], "cuda_rng": ["a state"]}, agent, replay)
+    assert restored == [("a state", torch.device("cuda", 1))]

@@ -33,6 +33,7 @@ class Probe:
         self.tried = []
 
     def __call__(self, command, env, timeout, **options):
+        assert 0 < timeout <= 120
         program, *words = command[2:]
         if program == common.EGL_PROBE:
             number = self.egl_numbers.get(int(words[0]), "")

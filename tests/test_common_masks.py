@@ -132,6 +132,16 @@ def test_bank_is_a_function_of_seed_and_update():
     assert not torch.equal(first, bank_of(dmc_args(seed=2))(3))
 
 
+def test_the_next_block_is_drawn_while_this_one_is_used():
+    bank = bank_of(dmc_args())
+    bank(MaskBank.BLOCK - 1)
+    ahead = bank.blocks[1]
+    ahead.result()
+    bank(MaskBank.BLOCK)
+    assert bank.blocks[1] is ahead
+    assert set(bank.blocks) == {1, 2}
+
+
 def test_blocks_of_the_bank_differ():
     bank = bank_of(dmc_args())
     assert not torch.equal(bank(3), bank(3 + MaskBank.BLOCK))

@@ -42,9 +42,10 @@ FEW_BYTES = 64
 
 aten = torch.ops.aten
 
-# Operators that wait although their output is a tensor of a fixed shape: CUDA reads an error code
-# back after each of these. What waits by nature (item, nonzero, unique, ...) is known by its tag.
-READS_AN_ERROR_CODE = {"aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd"}
+# Operators that wait although their output is a tensor of a fixed shape: CUDA reads an error code,
+# or a check of the input, back. What waits by nature (item, nonzero, ...) is known by its tag.
+READS_A_CHECK = {"aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd",
+                 "aten::multinomial"}
 COPIES = {"aten::_to_copy", "aten::copy_"}
 INDEXING = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 
@@ -53,6 +54,9 @@ PRODUCTS = {"aten::convolution": 0, "aten::convolution_backward": 1, "aten::addm
             "aten::mm": 0, "aten::bmm": 0, "aten::baddbmm": 1,
             "aten::_scaled_dot_product_flash_attention": 0,
             "aten::_scaled_dot_product_efficient_attention": 0}
+# What losses are made of, and which of their arguments tells the type.
+LOSSES = {"aten::_log_softmax": 0, "aten::mse_loss": 0, "aten::smooth_l1_loss": 0,
+          "aten::logsumexp": 0}
 
 WAITS = "the host waits for the device"
 WAITS_FOR_COPY = "the host waits for a copy to the device"
@@ -124,6 +128,7 @@ class FakeCuda(TorchDispatchMode):
         self.faults = []
         self.operators = []
         self.products = []
+        self.losses = []
         self.pinned = {}
         self.in_flight = []
         self.arriving = {}
@@ -236,6 +241,8 @@ class FakeCuda(TorchDispatchMode):
         self.operators.append((self.phase, name, starts_a_kernel(function, name)))
         if name in PRODUCTS:
             self.products.append((self.phase, name, args[PRODUCTS[name]].dtype, script_line()))
+        if name in LOSSES:
+            self.losses.append((name, args[LOSSES[name]].dtype, script_line()))
         if name == "aten::copy_" and host and args[0] is host[0]:
             return self.copy_to_host(name, args[1], args[0], is_non_blocking(args, kwargs))
         if name == "aten::_to_copy" and not host and is_on(kwargs.get("device"), "cpu"):
@@ -329,7 +336,7 @@ def waits(function, name, args, kwargs):
         return any(masks) and (name == "aten::index" or args[2].numel() != 1)
     if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
         return False
-    return name in READS_AN_ERROR_CODE or torch.Tag.dynamic_output_shape in function.tags
+    return name in READS_A_CHECK or torch.Tag.dynamic_output_shape in function.tags
 
 
 def as_fake(tensor):
