@@ -44,6 +44,7 @@ GAMES = list(sweep.GAMES)
 MARKS = (100_000, 500_000)  # where the paper's tables stand
 INTERVAL_SEEDS = 3  # fewer have no interval: their values are shown instead
 COLOURS = {"base": "#7f7f7f", "mooss": "#1f77b4"}  # other variants take the palette in turn
+DASHES = ("-", "--", ":", "-.")
 PALETTE = (
     "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#e377c2", "#17becf", "#bcbd22")
 ABLATIONS = {  # key of the paper's numbers: title, {our variant: (row label, the paper's row)}
@@ -199,10 +200,13 @@ def read_run(folder):
 
 def find_folders(path):
     """A run folder itself, or the folders inside of a folder of runs."""
-    if not path.is_dir() or (path / "args.json").exists():
+    try:
+        if not path.is_dir() or (path / "args.json").exists():
+            return [path]
+        inside = [child for child in path.iterdir() if child.is_dir() and child.name != "logs"]
+    except OSError:  # which reading it as a run will meet again, and tell
         return [path]
-    inside = sorted(child for child in path.iterdir() if child.is_dir() and child.name != "logs")
-    return inside or [path]
+    return sorted(inside) or [path]
 
 
 def read_runs(paths):
@@ -334,7 +338,8 @@ p { max-width: 60em }
 h2 { margin-top: 2em }
 table { border-collapse: collapse; margin: 1em 0; font-size: 13px }
 td, th { border: 1px solid #ddd; padding: 4px 8px; text-align: right }
-td:first-child, th:first-child, .text { text-align: left; overflow-wrap: anywhere }
+td:first-child, th:first-child, .text { text-align: left }
+.text { overflow-wrap: anywhere }
 tr:nth-child(even) { background: #f7f7f7 }
 th { background: #eef2f7 }
 img { max-width: 100% }
@@ -605,7 +610,8 @@ def draw_profiles(matrices, resamples):
 
 def legend_below(axes):
     """A legend that covers no curve."""
-    axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    axes.legend(fontsize=10, ncols=2, columnspacing=1, handlelength=1.5, frameon=False,
+                loc="upper center", bbox_to_anchor=(0.5, -0.15))
 
 
 def curves_section(document, runs):
@@ -617,9 +623,7 @@ def curves_section(document, runs):
     if not by_task:
         return
     document.heading("Learning curves")
-    others = order({name for variants in by_task.values() for name in variants} - set(COLOURS))
-    colours = {name: PALETTE[number % len(PALETTE)] for number, name in enumerate(others)}
-    colours |= COLOURS
+    looks = choose_looks({name for variants in by_task.values() for name in variants})
     caption = ("Mean evaluation return over {}; bands: 95% bootstrap over seeds, a line for each "
                f"seed where there are fewer than {INTERVAL_SEEDS}.")
     for axis in ("steps", "hours"):
@@ -635,7 +639,7 @@ def curves_section(document, runs):
                           [point["mean"] for point in AUTHORS[task]],
                           color="#d9a441", linewidth=1, label="authors' MOOSS (one run)")
             for variant in order(variants):
-                draw_curves(axes, axis, variants[variant], colours[variant])
+                draw_curves(axes, axis, variants[variant], looks[variant])
             atari = next(iter(variants.values()))[0].atari
             unit = "interactions" if atari else "environment steps"
             axes.set(title=task, xlabel=unit if axis == "steps" else "hours", ylabel="return")
@@ -644,7 +648,24 @@ def curves_section(document, runs):
         document.figure(f"curves_{axis}", figure, caption.format(axis) + note)
 
 
-def draw_curves(axes, axis, runs, colour):
+def choose_looks(variants):
+    """Colour and line of each variant: `base_b512` has the colour of `base`, with other dashes."""
+    looks = {}
+    used = collections.Counter()
+    for name in order(variants):
+        kind = re.split("[_ ]", name)[0]
+        if kind not in COLOURS:
+            kind = "other"
+        number = used[kind]
+        used[kind] += 1
+        if kind == "other":
+            looks[name] = {"color": PALETTE[number % len(PALETTE)]}
+        else:
+            looks[name] = {"color": COLOURS[kind], "linestyle": DASHES[number % len(DASHES)]}
+    return looks
+
+
+def draw_curves(axes, axis, runs, look):
     """The mean of the runs of a variant with its band, or a line for each of a few."""
     stopped = sum(run.end == "stopped" for run in runs)
     label = f"{runs[0].variant} ({len(runs)} seed{'s' * (len(runs) > 1)}"
@@ -654,14 +675,14 @@ def draw_curves(axes, axis, runs, colour):
         for number, run in enumerate(runs):
             x = [step if axis == "steps" else run.hours[step] for step in run.scores]
             y = [run.score(step) for step in run.scores]
-            axes.plot(x, y, color=colour, label=None if number else label)
+            axes.plot(x, y, **look, label=None if number else label)
         return
     values = np.array([[run.score(step) for step in shared] for run in runs])  # (seeds, steps)
     x = shared
     if axis == "hours":
         x = [np.mean([run.hours[step] for run in runs]) for step in shared]
-    axes.plot(x, values.mean(0), color=colour, label=label)
-    axes.fill_between(x, *bootstrap_interval(values), alpha=0.2, color=colour)
+    axes.plot(x, values.mean(0), **look, label=label)
+    axes.fill_between(x, *bootstrap_interval(values), alpha=0.2, color=look["color"])
 
 
 def ablation_row(run):

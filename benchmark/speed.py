@@ -111,7 +111,7 @@ def too_busy(others, updates, floors):
         low, middle, high = statistics.quantiles(times, n=4)
         if high - low > 0.25 * middle:
             return f"half of the {name}s took from {low:.1f} to {high:.1f} ms"
-    if statistics.median(updates) < statistics.median(floors):
+    if statistics.median(update / floor for update, floor in zip(updates, floors)) < 1:
         return "an update seemed faster than the encoder passes in it"
     return None
 

@@ -209,7 +209,7 @@ def last_return(score):
 class LiveTable:
     """A line for each running run, drawn by tqdm; without a terminal some lines now and then."""
 
-    LINE = "{desc} {percentage:3.0f}% of {total:,}  {postfix}  ETA {remaining}{bar:0}"
+    LINE = "{desc} {percentage:3.0f}% of {total:,}{postfix}  ETA {remaining}{bar:0}"
 
     def __init__(self):
         self.live = sys.stdout.isatty()

@@ -299,6 +299,12 @@ def test_report_without_a_run_says_so(tmp_path, capsys):
         assert f"error: no run with a whole evaluation in {path}\n" in error
 
 
+def test_a_name_that_no_folder_can_have_does_not_stop_the_report(tmp_path):
+    write_run(tmp_path / "runs", "finger-spin", "mooss", 1, {100_000: 600})
+    text = make_report(tmp_path / "runs", "x" * 300)
+    assert "| finger-spin |" in text and "File name too long" in text
+
+
 def test_report_that_cannot_be_written_says_so(tmp_path, capsys):
     write_run(tmp_path / "runs", "finger-spin", "mooss", 1, {100_000: 600})
     (tmp_path / "file").write_text("")
