@@ -21,13 +21,12 @@ import platform
 import re
 import shlex
 import signal
-import struct
 import subprocess
 import sys
+import threading
 import time
 import timeit
 import typing
-import zipfile
 import zlib
 from pathlib import Path
 
@@ -39,12 +38,6 @@ import tyro
 CHECKPOINT_FORMAT = 5
 CHECKPOINT_NAMES = ("checkpoint.pt", "checkpoint_previous.pt")  # to go on with
 AGENT_FILE = "agent.pt"  # to use
-# What a file to use holds, and what one to go on with holds besides.
-AGENT_KEYS = dict(
-    format=int, script=str, source=str, step=int, args=dict, agent_shape=tuple, agent=dict)
-RUN_KEYS = dict(
-    AGENT_KEYS, counters=dict, metrics=dict, optimizers=dict, replay=dict, pieces=list, logs=dict,
-    torch_rng=torch.Tensor, cuda_rng=list)
 # Flags that touch where and how a run runs, not what it computes: they may change at a resume.
 FREE_TO_CHANGE = set(
     "resume run_root checkpoint_every device replay_device capture_video track wandb_project "
@@ -107,6 +100,7 @@ def exit_with(function):
     """Exit with the code that `function()` returns; what a person can mend is one sentence."""
     while os.open(os.devnull, os.O_RDWR) <= 2:
         pass  # a standard stream that is closed must not become a file of the run
+    threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors on to the run
     with (contextlib.redirect_stdout(LastingOutput(sys.stdout)),
           contextlib.redirect_stderr(LastingOutput(sys.stderr))):
         try:
@@ -119,7 +113,8 @@ def exit_with(function):
             sentence = (f"cannot use {error.filename or 'a file'} ({error.strerror or error}): "
                         "mend it and repeat the command (of a run with --resume)")
         except (MemoryError, RuntimeError) as error:
-            known = "MemoryError|(out of|allocate|enough) memory|could not create a primitive"
+            known = ("MemoryError|(out of|allocate|enough) memory|could not create a primitive|"
+                     "can't start new thread")
             if not re.search(known, repr(error)):
                 raise
             sentence = "out of memory: choose smaller sizes, such as those of --preset laptop"
@@ -152,6 +147,8 @@ def check_divides(args, **parts):
 
 def check_names(args):
     """What becomes part of a folder's name must not lead out of the run root."""
+    plain = args.run_root.encode(errors="replace").decode() == args.run_root
+    require(plain, f"--run-root {args.run_root!r} has letters that this locale cannot write")
     for name, parts in (("env_id", args.env_id.split("/")), ("exp_name", [args.exp_name])):
         good = all(re.fullmatch(r"[A-Za-z0-9_.+=-]{1,100}", x) and set(x) != {"."} for x in parts)
         require(good, f"{flag(name)} {getattr(args, name)!r} cannot be part of a folder's name: "
@@ -320,7 +317,7 @@ def provenance(script, device, packages):
         hardware = f"{cpu[1] if cpu else platform.machine()}, {torch.get_num_threads()} threads"
     versions = {name: importlib.metadata.version(name) for name in packages}
     return {"command": shlex.join(["python", *sys.argv]), "commit": git("rev-parse", "HEAD"),
-            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+            "dirty": bool(git("status", "--porcelain", "*.py")),  # a copied script too
             "hardware": hardware, "python": platform.python_version(), **versions}
 
 
@@ -361,17 +358,20 @@ class RunFolder:
         require(ours or saved.is_file(), f"{self.path} holds no run of ours")
         if saved.is_file():
             with reading(saved):
-                self.refuse_other_args(json.loads(saved.read_text()))
+                before = json.loads(saved.read_text())
+                self.refuse_other_args(self.path, before)
+            if before.get("source") != self.source():
+                print(f"{self.script.name} has changed since {self.path} was begun",
+                      file=sys.stderr)
 
-    def refuse_other_args(self, before):
+    def refuse_other_args(self, path, before):
         """A run continues with the flags and the script it began with."""
         now = self.described()
+        before = json.loads(json.dumps(before))  # as in args.json: tuples become lists
         differs = [f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
                    for name in {**before, **now}
                    if name not in self.may_change and now.get(name) != before.get(name)]
-        require(not differs, f"{self.path} was made with other settings ({'; '.join(differs)})")
-        if before.get("source") != now["source"]:
-            print(f"{self.script.name} has changed since {self.path} was begun", file=sys.stderr)
+        require(not differs, f"{path} was made with other settings ({'; '.join(differs)})")
 
     def claim(self, made_by):
         """Create and lock the folder; the lock goes with the process, a dead one blocks nobody."""
@@ -431,8 +431,9 @@ class RunFolder:
         paths = [path for path in paths if path.exists()]
         for path in paths:
             try:
-                state = read_checkpoint(path, self.script, RUN_KEYS)
+                state = read_checkpoint(path, self.script)
                 with reading(path):
+                    self.refuse_other_args(path, {**state["args"], "script": self.script.stem})
                     self.load(state, agent, replay)
                     counters = dataclasses.replace(counters, **state["counters"])
             except (UsageError, OSError) as error:
@@ -463,11 +464,19 @@ class RunFolder:
 
 
 def write_atomically(path, data):
-    """Write beside, flush to disk, rename: a reader finds the old file or the new one, whole."""
+    """Write beside, flush to disk, rename: a reader finds the old file or the new one, whole.
+
+    A file of tensors ends with a checksum, which torch.load does not mind.
+    """
     beside = path.with_name(path.name + ".new")
     try:
-        with open(beside, "wb") as file:
-            file.write(data) if isinstance(data, bytes) else torch.save(data, file)
+        with open(beside, "wb+") as file:
+            if isinstance(data, bytes):
+                file.write(data)
+            else:
+                torch.save(data, file)
+                file.seek(0)
+                file.write(checksum(file.read()))
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # RuntimeError: how torch.save meets a full disk
@@ -486,28 +495,29 @@ def reading(path):
     try:
         yield
     except (EOFError, LookupError, ArithmeticError, AssertionError, AttributeError, TypeError,
-            ValueError, RuntimeError, struct.error, zipfile.BadZipFile, zlib.error,
-            pickle.UnpicklingError) as error:
+            ValueError, RuntimeError, csv.Error, pickle.UnpicklingError) as error:
         raise UsageError(f"{path} is damaged, or of another version of this program "
                          f"({type(error).__name__})") from error
 
 
+def checksum(content):
+    return zlib.crc32(content).to_bytes(4, "big")
+
+
 def read_tensors(path):
-    """torch.load without pickled code, after a look at the checksums: a zip archive has them."""
+    """What `write_atomically` wrote, and nothing else; no code in it is executed."""
+    content = Path(path).read_bytes()
+    require(checksum(memoryview(content)[:-4]) == content[-4:],
+            f"{path} is damaged, or was not written by this version of the program")
     with reading(path):
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        require(damaged is None, f"{path} is damaged: {damaged} does not match its checksum")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def read_checkpoint(path, script, keys):
-    """The contents of a checkpoint file, checked; nothing in it is executed."""
+def read_checkpoint(path, script):
+    """The contents of a checkpoint file, or of `agent.pt`."""
     state = read_tensors(path)
-    known = isinstance(state, dict) and state.get("format") == CHECKPOINT_FORMAT
-    require(known, f"{path} is no checkpoint of format {CHECKPOINT_FORMAT}, which is read here")
-    wrong = [name for name, kind in keys.items() if not isinstance(state.get(name), kind)]
-    require(not wrong, f"{path} is damaged: {', '.join(wrong)} is missing or of a wrong type")
+    require(state.get("format") == CHECKPOINT_FORMAT,
+            f"{path} is no checkpoint of format {CHECKPOINT_FORMAT}, which is read here")
     writer = state["script"]
     require(writer == Path(script).stem, f"{path} was written by {writer}.py: use that script")
     return state
@@ -515,7 +525,7 @@ def read_checkpoint(path, script, keys):
 
 def load_agent(path, script, args_class, agent_class, device):
     """The agent of a checkpoint file or of `agent.pt`, and its step."""
-    state = read_checkpoint(path, script, AGENT_KEYS)
+    state = read_checkpoint(path, script)
     with reading(path):
         args = args_class(**state["args"])
         agent = agent_class(args, *state["agent_shape"], torch.device(device))
@@ -533,7 +543,9 @@ def evaluate_only(args, load_agent, evaluate, own_flags):
     args = dataclasses.replace(agent.args, **{name: getattr(args, name) for name in own_flags})
     video = folder / "videos" / f"eval_only_{step}.mp4"
     stop = StopRequest()
-    episodes = evaluate(agent, args, device, step, Progress(args, 0, stop).keep_going, video)
+    progress = Progress(args, step, stop)
+    episodes = evaluate(agent, args, device, step, progress.keep_going, video)
+    progress.bar.close()
     stop.close()
     if episodes is None:
         return 128 + stop.signal
@@ -569,7 +581,7 @@ class StopRequest:
 class Progress:
     """Where a run is: a live line on a terminal, elsewhere a plain one every half minute."""
 
-    FORMAT = "{desc}{percentage:3.0f}% {n:,}/{total:,}{postfix}"
+    FORMAT = "{desc}{percentage:3.0f}% {n:,}/{total:,}  ETA {remaining}{postfix}"
 
     def __init__(self, args, step, stop):
         self.stop = stop
@@ -578,7 +590,7 @@ class Progress:
         total = args.total_timesteps
         self.bar = tqdm.tqdm(
             total=total, initial=min(step, total), bar_format=self.FORMAT, leave=False, miniters=0,
-            mininterval=0.5 if self.live else 30, dynamic_ncols=True,
+            mininterval=0.5 if self.live else 30, dynamic_ncols=True, smoothing=0,
             file=sys.stdout if self.live else io.StringIO())
 
     def draw(self):
@@ -586,10 +598,11 @@ class Progress:
 
     def show(self, step, update, values):
         """`values` may live on the device: they are read only when they are shown."""
+        if update == 0:  # random steps say nothing about how long the updates will take
+            self.bar.initial = step
+            self.bar.start_t = time.time()
         if not self.bar.update(min(step, self.bar.total) - self.bar.n):
             return  # too soon after the last time
-        if update > 0:  # random steps say nothing about how long the updates will take
-            self.bar.bar_format = self.FORMAT + "  ETA {remaining}"
         known = [f"{name} {float(x):.4g}" for name, x in values.items() if x is not None]
         self.bar.set_postfix_str("  ".join([f"update {update:,}", *known]), refresh=False)
         self.draw()
@@ -614,15 +627,16 @@ def print_plan(args, run_dir, agent, replay, resolved, updates):
           f"device {agent.device}, MUJOCO_GL={os.environ.get('MUJOCO_GL', 'unset')}, replay "
           f"{replay_bytes(replay) / 1e9:.2f} GB on {replay.device}\n"
           f"resolved: {' '.join(f'{name}={getattr(args, name)}' for name in resolved)}\n"
-          f"to do: {args.total_timesteps:,} steps, {updates:,} updates", flush=True)
+          f"to do: {updates:,} updates, up to step {args.total_timesteps:,}", flush=True)
     if agent.device.type == "cpu":
         obs = np.zeros((8, *agent.obs_shape), np.uint8)
         with torch.random.fork_rng([]):  # the run must not depend on it
             agent.act(obs)  # the first time also sets things up
             seconds = timeit.timeit(lambda: agent.act(obs), number=4) / (4 * len(obs))
         hours = seconds * updates * agent.images_per_update() / 3600
+        guess = f"{hours:.1f} hours" if hours > 1 else f"{60 * hours:.1f} minutes"
         advice = "" if args.preset == "laptop" else "; --preset laptop is made for a CPU"
-        print(f"a rough guess: {hours:.1f} hours on this CPU{advice}", flush=True)
+        print(f"a rough guess: {guess} on this CPU{advice}", flush=True)
 
 
 def print_end(args, run_dir, stop):
@@ -641,7 +655,8 @@ def append_row(path, row):
     """Add a row to a CSV file; the keys of the first one are the columns."""
     with open(path, "a+", newline="", errors="replace") as file:
         file.seek(0)
-        columns = next(csv.reader(file), list(row))
+        with reading(path):
+            columns = next(csv.reader(file), list(row))
         unknown = ", ".join(sorted(row.keys() - set(columns)))
         require(not unknown, f"{unknown} is not a column of {path}: log it from the first row on")
         writer = csv.DictWriter(file, columns)
@@ -736,7 +751,7 @@ def start_wandb(run_dir, args):
         id_file.write_text(os.urandom(4).hex())
     try:
         wandb.init(project=args.wandb_project, entity=args.wandb_entity, group=args.wandb_group,
-                   name=run_dir.name, id=id_file.read_text(), resume="allow", dir=run_dir,
+                   name=run_dir.name, id=id_file.read_text(), resume="allow",
                    config=vars(args), sync_tensorboard=True, save_code=True)
     except wandb.errors.Error as error:
         raise UsageError(f"Weights & Biases refused ({error}): `wandb login` or WANDB_MODE=offline "
@@ -753,8 +768,8 @@ def heat_map(values, cell=16, margin=8):
     heat = 255 * (values - values.min()) / (values.max() - values.min()).clamp(min=1e-6)
     cells = torch.kron(heat, torch.ones(cell, cell, device=heat.device))
     picture = torch.nn.functional.pad(cells, (margin, 0, margin, 0))
-    picture[:margin, margin::5 * cell] = 255
-    picture[margin::5 * cell, :margin] = 255
+    picture[:margin, margin:].unflatten(1, (-1, cell))[:, ::5] = 255
+    picture[margin:, :margin].unflatten(0, (-1, cell))[::5] = 255
     return picture.byte()[None, None]
 
 

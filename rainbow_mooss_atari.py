@@ -51,7 +51,7 @@ import mooss_common as common
 class Args:
     """Rainbow + MOOSS on Atari-100k.
 
-    A default of None means: the value of the preset, else the paper's value for the game.
+    None in the source: the preset's value, else the paper's for the game; --help shows it.
     """
 
     # game: Pong, ALE/Pong-v5 and PongNoFrameskip-v4 name the same one
@@ -207,8 +207,8 @@ def resolve_args(args):
     layers = (args.channels, args.filter_sizes, args.strides)
     alike = len({len(layer) for layer in layers}) == 1
     common.require(
-        alike and args.channels and min(min(layer) for layer in layers) >= 1,
-        "--channels, --filter-sizes and --strides need the same number of values, each at least 1")
+        alike and args.channels and all(1 <= x <= 10**5 for layer in layers for x in layer),
+        "--channels, --filter-sizes and --strides need the same number of values, 1 to 100000")
     common.require(
         feature_side(args) >= 1,
         f"--image-size {args.image_size} is too small for these conv layers")
@@ -1141,7 +1141,8 @@ def picture_of_masks(obs, masked_obs, seq_len, channels):
     shown = torch.linspace(0, seq_len - 1, 8).long()
     pair = torch.cat([obs[shown, -channels:], masked_obs[shown, -channels:]])
     pair = F.interpolate(pair, scale_factor=math.ceil(160 / pair.shape[-1]))  # large enough to see
-    return (255 * pair / pair.max().clamp(min=1e-6)).byte()
+    pair = (255 * pair / pair.max().clamp(min=1e-6)).byte()
+    return F.pad(pair, (0, 8, 0, 8), value=255)  # frames do not run into each other
 
 
 def picture_of_similarity(similarity, seq_len):
@@ -1159,9 +1160,14 @@ def evaluate(agent, args, device, step, keep_going, video=None):
     """
     games = range(args.eval_episodes)
     seeds = [common.derive_seed(args.seed, "evaluation", step, game) for game in games]
-    envs = [make_env(args, device, training=False) for _ in games]
     dice = [np.random.default_rng(seed) for seed in seeds]
-    obs = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds)]
+    envs = []
+    obs = []
+    for seed in seeds:  # a hundred games take a while to start
+        if not keep_going(0):
+            return None
+        envs.append(make_env(args, device, training=False))
+        obs.append(envs[-1].reset(seed=seed)[0])
     scores = [0.0 for _ in games]
     lengths = [0 for _ in games]
     film = []
@@ -1239,8 +1245,8 @@ def main(args):
     run_dir = folder.claim(common.provenance(__file__, device, PACKAGES))
     learning_steps = max(0, args.total_timesteps - args.min_replay)
     updates = args.updates_per_step * math.ceil(learning_steps / args.replay_period)
-    common.print_plan(args, run_dir, agent, replay, PAPER, updates)
     counters, logs = folder.restore(agent, replay, Counters())
+    common.print_plan(args, run_dir, agent, replay, PAPER, max(0, updates - counters.update))
     resumed_at = counters.step
     logger = common.RunLogger(run_dir, args, counters.step, logs)
     progress = common.Progress(args, counters.step, stop)

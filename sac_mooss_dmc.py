@@ -50,7 +50,7 @@ import mooss_common as common
 class Args:
     """SAC + MOOSS on DeepMind Control.
 
-    A default of None means: the value of the preset, else the paper's value for the task.
+    None in the source: the preset's value, else the paper's for the task; --help shows it.
     """
 
     env_id: str = "reacher-easy"  # task of the suite: domain-task
@@ -1067,7 +1067,8 @@ def picture_of_masks(obs, masked_obs, seq_len, channels):
     shown = torch.linspace(0, seq_len - 1, 8).long()
     pair = torch.cat([obs[shown, -channels:], masked_obs[shown, -channels:]])
     pair = F.interpolate(pair, scale_factor=math.ceil(160 / pair.shape[-1]))  # large enough to see
-    return (255 * pair / pair.max().clamp(min=1e-6)).byte()
+    pair = (255 * pair / pair.max().clamp(min=1e-6)).byte()
+    return F.pad(pair, (0, 8, 0, 8), value=255)  # frames do not run into each other
 
 
 def picture_of_similarity(similarity, seq_len):
@@ -1155,8 +1156,8 @@ def main(args):
     stop = common.StopRequest()
     run_dir = folder.claim(common.provenance(__file__, device, PACKAGES))
     updates = max(0, math.ceil(args.total_timesteps / args.action_repeat) - args.init_steps)
-    common.print_plan(args, run_dir, agent, replay, PAPER, updates)
     counters, logs = folder.restore(agent, replay, Counters())
+    common.print_plan(args, run_dir, agent, replay, PAPER, max(0, updates - counters.update))
     resumed_at = counters.step
     logger = common.RunLogger(run_dir, args, counters.step, logs)
     progress = common.Progress(args, counters.step, stop)

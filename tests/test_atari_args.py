@@ -109,7 +109,8 @@ def test_help_shows_the_values_that_would_be_used():
 # ---------------------------------------------------------------------------------------- refusals
 REFUSED = {
     "cube_size": 5, "mask_ratio": 1.5, "temporal_window": 8, "multi_step": 0, "num_atoms": 1,
-    "v_min": 11.0, "channels": (4, 4), "strides": (0, 1, 1), "min_replay": 5, "buffer_size": 5,
+    "v_min": 11.0, "channels": (4, 4), "filter_sizes": (10**21, 3, 3),
+    "strides": (0, 1, 1), "min_replay": 5, "buffer_size": 5,
     "priority_exponent": -1.0, "priority_correction": (0.4, 2.0), "image_size": 7,
     "exp_name": "a/b", "epsilon": 1.5, "tau0": float("nan"), "seed": -1, "eval_only": True}
 

@@ -71,6 +71,19 @@ def test_an_evaluation_on_a_gpu_keeps_the_shape_of_its_batch(
     assert set(seen) == sizes
 
 
+def test_a_signal_while_the_games_of_an_evaluation_begin_stops_it(monkeypatch, dot_game):
+    """A hundred of them take a while."""
+    begun = []
+    make_env = atari.make_env
+    monkeypatch.setattr(atari, "make_env", lambda *words, **more: begun.append(words) or make_env(
+        *words, **more))
+    args = tiny.atari_args(eval_episodes=100)
+    agent = tiny.atari_agent(args)
+    cpu = torch.device("cpu")
+    assert atari.evaluate(agent, args, cpu, 0, lambda done: len(begun) < 3) is None
+    assert len(begun) == 3
+
+
 def test_arguments_are_saved_with_every_preset_filled_in(whole):
     saved = json.loads((whole / "args.json").read_text())
     assert (saved["batch_size"], saved["mask_ratio"], saved["multi_step"]) == (4, 0.5, 3)

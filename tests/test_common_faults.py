@@ -246,11 +246,11 @@ def test_a_malicious_checkpoint_is_never_executed(script, how, tmp_path, capsys,
     bad = tmp_path / "bad.pt"
     trap = tmp_path / "trap"
     if how == "torch":
-        torch.save({
+        common.write_atomically(bad, {
             "format": common.CHECKPOINT_FORMAT,
             "script": Path(module.__file__).stem,
             "agent": Malicious(str(trap)),
-        }, bad)
+        })
     else:
         bad.write_bytes(pickle.dumps(Malicious(str(trap))))
 
@@ -286,6 +286,15 @@ BAD_NAMES = ["../out", "/out", "..", "", "a\0b", "x" * 300]
 def test_a_name_that_could_leave_the_run_folder_is_refused(module, flags):
     with pytest.raises(common.UsageError, match="cannot be part of a folder's name"):
         module.resolve_args(module.Args(**flags))
+
+
+@pytest.mark.parametrize("module", [dmc, atari], ids=["dmc", "atari"])
+def test_a_run_root_that_the_locale_cannot_write_is_refused(module):
+    """Under LC_ALL=C Python reads the letters of other alphabets as lone surrogates."""
+    misread = "runs/ü".encode().decode("ascii", "surrogateescape")
+    with pytest.raises(common.UsageError, match="--run-root .* locale"):
+        module.resolve_args(module.Args(run_root=misread))
+    module.resolve_args(module.Args(run_root="runs/ü"))
 
 
 @pytest.mark.parametrize("module", [dmc, atari], ids=["dmc", "atari"])

@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint_never_becomes_the_previous_one(module, tmp_path, w
         assert load(previous)["step"] < load(newest)["step"]
 
 
-# What may be wrong with a checkpoint that is a whole file.
+# What may be wrong with a checkpoint that this program wrote: by another version or a changed one.
 WRONG = {
     "another version": lambda state: {**state, "format": 1},
     "no version": lambda state: {name: x for name, x in state.items() if name != "format"},
@@ -207,9 +207,6 @@ WRONG = {
     "an agent of lists": lambda state: {**state, "agent": {name: [1] for name in state["agent"]}},
     "an agent of another size": lambda state: {
         **state, "agent": {name: x.flatten()[:3] for name, x in state["agent"].items()}},
-    "a list": lambda state: [1, 2, 3],
-    "a number": lambda state: 7,
-    "a step of words": lambda state: {**state, "step": "ten"},
 }
 # What only a resume reads.
 WRONG_TO_GO_ON = {
@@ -219,6 +216,20 @@ WRONG_TO_GO_ON = {
     "no replay": lambda state: {**state, "replay": {}},
     "unknown counters": lambda state: {**state, "counters": {"laps": 3}},
     "random numbers of another kind": lambda state: {**state, "torch_rng": torch.zeros(3)},
+    "another seed": lambda state: {**state, "args": {**state["args"], "seed": 99}},
+}
+# What nothing of ours would write, although torch reads it.
+EDITED = {
+    "nothing changed": lambda state: state,
+    "a list": lambda state: [1, 2, 3],
+    "a number": lambda state: 7,
+    "a step of words": lambda state: {**state, "step": "ten"},
+    "counters of words": lambda state: {
+        **state, "counters": dict.fromkeys(state["counters"], "ten")},
+    "no logs": lambda state: {**state, "logs": {}},
+    "no pieces of the replay": lambda state: {**state, "pieces": []},
+    "metrics without a name": lambda state: {**state, "metrics": {1: 2}},
+    "flags of words": lambda state: {**state, "args": dict.fromkeys(state["args"], "many")},
 }
 
 
@@ -227,12 +238,35 @@ WRONG_TO_GO_ON = {
 def test_a_wrong_checkpoint_falls_back_to_the_one_before(
         what, module, tmp_path, whole, finished, capsys):
     path = finished / "checkpoint.pt"
-    torch.save({**WRONG, **WRONG_TO_GO_ON}[what](load(path)), path)
+    common.write_atomically(path, {**WRONG, **WRONG_TO_GO_ON}[what](load(path)))
+    falls_back(path, module, tmp_path, whole, capsys)
+
+
+@BOTH
+@pytest.mark.parametrize("what", EDITED)
+def test_a_checkpoint_that_something_else_wrote_falls_back_too(
+        what, module, tmp_path, whole, finished, capsys):
+    path = finished / "checkpoint.pt"
+    torch.save(EDITED[what](load(path)), path)
+    falls_back(path, module, tmp_path, whole, capsys)
+
+
+def falls_back(path, module, tmp_path, whole, capsys):
     assert run(module, tmp_path, resume=True) == 0
     skipped = capsys.readouterr().err
     assert skipped.startswith("skipping a checkpoint: ") and skipped.count("\n") == 1
     assert str(path) in skipped
-    assert_same_run(whole[module], finished)
+    assert_same_run(whole[module], path.parent)
+
+
+@BOTH
+@pytest.mark.parametrize("what", EDITED)
+def test_eval_only_refuses_a_checkpoint_that_something_else_wrote(
+        what, module, tmp_path, whole, capsys):
+    path = tmp_path / "checkpoint.pt"
+    torch.save(EDITED[what](load(whole[module] / "checkpoint.pt")), path)
+    args = module.Args(eval_only=True, checkpoint=str(path), device="cpu")
+    assert_one_sentence(lambda: module.main(args), capsys, path)
 
 
 @BOTH
@@ -240,10 +274,18 @@ def test_a_wrong_checkpoint_falls_back_to_the_one_before(
 def test_eval_only_refuses_a_wrong_checkpoint_in_one_sentence(
         what, module, tmp_path, whole, capsys):
     path = tmp_path / "checkpoint.pt"
-    torch.save(WRONG[what](load(whole[module] / "checkpoint.pt")), path)
+    common.write_atomically(path, WRONG[what](load(whole[module] / "checkpoint.pt")))
     args = module.Args(eval_only=True, checkpoint=str(path), device="cpu")
     assert_one_sentence(lambda: module.main(args), capsys, path)
     assert not (tmp_path / "eval_only.csv").exists()
+
+
+def test_a_field_that_is_too_long_for_a_table_is_one_sentence(tmp_path, whole, capsys):
+    shutil.copy(whole[dmc] / "agent.pt", tmp_path)
+    (tmp_path / "eval_only.csv").write_text("x" * 200_000)
+    args = dmc.Args(
+        eval_only=True, checkpoint=str(tmp_path / "agent.pt"), device="cpu", eval_episodes=1)
+    assert_one_sentence(lambda: dmc.main(args), capsys, tmp_path / "eval_only.csv")
 
 
 @BOTH

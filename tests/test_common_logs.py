@@ -214,7 +214,8 @@ def test_tensorboard_shows_pictures_of_masks_and_of_the_similarity(module, tmp_p
     assert [picture.step for picture in masked][-1] == last
     # Two rows of eight frames, each at least 160 pixels wide.
     side = {dmc: 8 * 21, atari: 6 * 28}[module]
-    assert (masked[0].height, masked[0].width) == (2 * side, 8 * side)
+    gap = 8
+    assert (masked[0].height, masked[0].width) == (2 * (side + gap), 8 * (side + gap))
     # Eight queries by eight keys, 16 pixels each, and a margin for the axes.
     similarity = events.Images("mooss/query_key_similarity")[0]
     assert (similarity.height, similarity.width) == (136, 136)
@@ -249,7 +250,9 @@ def test_a_picture_of_masks_has_the_frames_above_what_is_left_of_them():
     masked = obs.clone()
     masked[:, :, :, 21:] = 0
     picture = dmc.picture_of_masks(obs, masked, seq_len=16, channels=3)
-    assert picture.shape == (16, 3, 168, 168)
+    assert picture.shape == (16, 3, 176, 176)
+    assert (picture[..., 168:] == 255).all() and (picture[..., 168:, :] == 255).all()
+    picture = picture[..., :168, :168]
     shown = [round(255 * step / 15) for step in (0, 2, 4, 6, 8, 10, 12, 15)]
     for number, value in enumerate(shown):
         above, below = picture[number], picture[8 + number]
@@ -272,7 +275,7 @@ def test_a_picture_of_the_similarity_is_the_mean_over_the_sequences_of_a_batch()
 
 def test_axes_of_a_picture_mark_every_fifth_cell():
     picture = common.heat_map(torch.rand(12, 12))[0, 0]
-    marks = [8 + 16 * number for number in (0, 5, 10)]
+    marks = [8 + 16 * number + pixel for number in (0, 5, 10) for pixel in range(16)]
     assert picture[0].nonzero().flatten().tolist() == marks
     assert picture[:, 0].nonzero().flatten().tolist() == marks
 
@@ -300,6 +303,8 @@ def test_weights_and_biases_keeps_its_run_over_a_resume(module, tmp_path, monkey
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    wandb.teardown()  # it remembers the folder of an earlier test
     asked = []
     init = wandb.init
     monkeypatch.setattr(wandb, "init", lambda **flags: asked.append(flags) or init(**flags))
@@ -314,8 +319,10 @@ def test_weights_and_biases_keeps_its_run_over_a_resume(module, tmp_path, monkey
     assert [(call["id"], call["resume"]) for call in asked] == 2 * [(run_id, "allow")]
     assert [asked[0][name] for name in ("project", "entity", "group")] == ["p", "e", "g"]
     assert asked[0]["config"]["seq_len"] == 8
-    offline = list((path / "wandb").glob(f"offline-run-*-{run_id}"))
+    offline = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))
     assert offline
+    # Below the run folder, W&B would take its own links to the events for more of them.
+    assert not (path / "wandb").exists()
     assert all(any(run_folder.glob("*.wandb")) for run_folder in offline)
 
 
@@ -388,7 +395,7 @@ def test_a_run_says_first_what_it_will_do_and_where(module, tmp_path, capsys):
     assert f" batch_size={batch_size} " in third
     # The random phase has 20 steps on DMC, where a step is two env steps, and 30 on Atari.
     updates = {dmc: 0, atari: 20}[module]
-    assert fourth == f"to do: 40 steps, {updates} updates"
+    assert fourth == f"to do: {updates} updates, up to step 40"
 
 
 @pytest.mark.parametrize("preset,advice", [
@@ -465,7 +472,7 @@ def test_elsewhere_than_on_a_terminal_progress_is_a_plain_line_every_half_minute
         made.show(10 * seconds, seconds, values)
     lines = terminal.getvalue().splitlines()
     assert len(lines) == 2
-    first = r" 31% 310/1,000, update 31  critic 1.25  mooss 0.5  ETA [\d:?]+"
+    first = r" 31% 310/1,000  ETA [\d:?]+, update 31  critic 1.25  mooss 0.5"
     assert re.fullmatch(first, lines[0])
     assert "\r" not in terminal.getvalue()
 
@@ -477,8 +484,8 @@ def test_on_a_terminal_progress_is_one_line_that_lives(progress):
     made.bar.write("a line of its own")
     made.bar.close()
     text = terminal.getvalue()
-    assert "\r 10% 100/1,000, update 50  critic 1.25" in text
-    assert "\r 20% 200/1,000, update 100  critic 1.25" in text
+    assert "\r 10% 100/1,000  ETA 00:00, update 50  critic 1.25" in text
+    assert "\r 20% 200/1,000  ETA 00:00, update 100  critic 1.25" in text
     # Only what is said ends a line.
     assert re.findall(r"([^\r\n]*)\n", text) == ["a line of its own"]
 
@@ -504,7 +511,7 @@ def test_values_are_read_from_the_device_only_when_they_are_shown(progress):
 def test_before_the_first_update_no_time_of_arrival_is_guessed(progress):
     made, terminal = progress(live=False)
     made.show(100, 0, {})
-    assert terminal.getvalue() == " 10% 100/1,000, update 0\n"
+    assert terminal.getvalue() == " 10% 100/1,000  ETA ?, update 0\n"
 
 
 @pytest.mark.parametrize("live", [True, False])
@@ -518,11 +525,11 @@ def test_the_last_action_may_go_beyond_the_end(live, progress):
 def test_an_evaluation_says_how_many_of_its_episodes_are_done_and_goes_on_until_a_signal(progress):
     made, terminal = progress(live=False)
     assert made.keep_going(3)
-    assert terminal.getvalue() == "evaluating 3/10    0% 0/1,000\n"
+    assert terminal.getvalue() == "evaluating 3/10    0% 0/1,000  ETA ?\n"
     made.stop.signal = signal.SIGTERM
     assert not made.keep_going(3)
     made.show(100, 0, {})
-    assert terminal.getvalue().splitlines()[-1] == " 10% 100/1,000, update 0"
+    assert terminal.getvalue().splitlines()[-1] == " 10% 100/1,000  ETA ?, update 0"
 
 
 def test_things_are_due_at_the_first_step_at_or_after_each_multiple():

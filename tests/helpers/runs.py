@@ -2,7 +2,6 @@
 
 import csv
 import os
-import zipfile
 
 import gymnasium as gym
 import torch
@@ -96,11 +95,7 @@ def damage(path, kind):
     elif kind == "empty":
         data = b""
     elif kind == "flipped":
-        content = bytes(data)
-        if zipfile.is_zipfile(path):  # in its largest part: nobody reads what pads the others
-            with zipfile.ZipFile(path) as archive:
-                content = archive.read(max(archive.infolist(), key=lambda part: part.file_size))
-        data[data.index(content) + len(content) // 2] ^= 1
+        data[len(data) // 2] ^= 1
     elif kind == "text":
         data = b"hello"
     else:
