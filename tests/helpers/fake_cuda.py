@@ -144,6 +144,9 @@ class FakeCuda(TorchDispatchMode):
             stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", lambda *_, **__: True))
             stack.enter_context(mock.patch("torch.cuda.synchronize", self.synchronize))
             stack.enter_context(mock.patch(
+                "torch.cuda.get_rng_state", lambda _: torch.get_rng_state()))
+            stack.enter_context(mock.patch("torch.cuda.set_rng_state", lambda *_: None))
+            stack.enter_context(mock.patch(
                 "concurrent.futures.ThreadPoolExecutor.submit", self.submit))
             for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
                 stack.enter_context(mock.patch(f"{name}._foreach_supported_types",
