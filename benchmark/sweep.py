@@ -183,7 +183,8 @@ def refuse_other_flags(module, args):
     may_change = ("total_timesteps",) if module is sac_mooss_dmc else ()
     folder = common.RunFolder(args, module.__file__, may_change)
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        folder.refuse_other_args(json.loads((folder.path / "args.json").read_text()))
+        before = json.loads((folder.path / "args.json").read_text())
+        folder.refuse_other_args(folder.path, before)
     return folder.path
 
 
