@@ -550,7 +550,9 @@ class MaskBank:
         self.device = device
         side = args.image_size // args.cube_size
         self.grid = (args.seq_len // args.cube_len, side, side)
-        self.thread = concurrent.futures.ThreadPoolExecutor(1)
+        # One core: a second team of OpenMP threads would slow down every small operation.
+        self.thread = concurrent.futures.ThreadPoolExecutor(
+            1, initializer=torch.set_num_threads, initargs=(1,))
         self.blocks = {}  # this block and the next: number -> future masks
 
     def draw(self, number):

@@ -386,6 +386,9 @@ def measure(args, speed):
         torch.cuda.reset_peak_memory_stats(device)
     for _ in range(2):  # warm up: compilation, the first masks, optimiser states
         case.update()
+    if args.aux_weight > 0:  # a block of masks is drawn beside many updates, not these few
+        for block in case.agent.masks.blocks.values():
+            block.result()
     peak = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
