@@ -864,7 +864,6 @@ class Agent(nn.Module):
         self.obs_shape = tuple(obs_shape)  # (frame_stack, C, H, W)
         self.num_actions = num_actions
         self.shape = (self.obs_shape, num_actions)  # what a checkpoint needs to build it again
-        self.unused = ()  # names that those who only act do not need: none
         self.device = device
         self.online = Network(args, obs_shape[0] * obs_shape[1], num_actions)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
@@ -876,6 +875,10 @@ class Agent(nn.Module):
                 args.head_dim, args.decoder_inputs)
             self.bilinear = nn.Parameter(torch.rand(args.state_dim, args.state_dim))  # W
             self.masks = MaskBank(args, args.batch_size, device)
+        # What those who only act do not need: the target's Q heads, and the noise.
+        self.unused = tuple(
+            name for name in self.state_dict()
+            if name.startswith(("target.advantage", "target.value")) or "sigma" in name)
         self.to(device, memory_format=torch.channels_last)
 
         rl_modules = [self.online.convs, self.online.advantage]
