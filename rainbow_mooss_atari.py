@@ -206,8 +206,9 @@ def resolve_args(args):
         "--priority-correction needs two shares between 0 and 1")
     layers = (args.channels, args.filter_sizes, args.strides)
     alike = len({len(layer) for layer in layers}) == 1
+    sizes = [size for layer in layers for size in layer]
     common.require(
-        alike and args.channels and all(1 <= x <= 10**5 for layer in layers for x in layer),
+        alike and args.channels and all(1 <= size <= 10**5 for size in sizes),
         "--channels, --filter-sizes and --strides need the same number of values, 1 to 100000")
     common.require(
         feature_side(args) >= 1,
@@ -748,7 +749,8 @@ class PredictiveDecoder(nn.Module):
         channel = torch.arange(0, dim, 2, device=states.device)
         frequency = torch.exp(channel * (-math.log(10000.0) / dim))
         angle = step[:, None] * frequency  # (F, d / 2)
-        return torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)[:, :dim]
+        waves = torch.stack([angle.sin(), angle.cos()], dim=2)  # (F, d / 2, 2)
+        return waves.flatten(1)[:, :dim]
 
 
 # -------------------------------------------------------------------------------------------- loss
@@ -848,7 +850,8 @@ def project_distribution(probabilities, rewards, discounts, support):
     low = support[0]
     high = support[-1]
     gap = support[1] - support[0]
-    moved = (rewards[:, None] + discounts[:, None] * support).clamp(low, high)  # (B, atoms)
+    moved = rewards[:, None] + discounts[:, None] * support  # (B, atoms)
+    moved = moved.clamp(low, high)
     distance = (moved[:, None, :] - support[:, None]).abs()  # (B, to, from)
     share = (1 - distance / gap).clamp(min=0)
     return (share * probabilities[:, None, :]).sum(2)
@@ -890,7 +893,8 @@ class Agent(nn.Module):
             aux_modules = nn.ModuleList([self.online.projection, self.decoder])
             self.aux_parameters = [*aux_modules.parameters(), self.bilinear]
             groups.append({"params": self.aux_parameters, "eps": args.aux_adam_eps})  # A6
-        adam = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[args.optimizer]
+        optimizers = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+        adam = optimizers[args.optimizer]
         betas = (args.beta1, args.beta2)
         self.optimizers = {"all": adam(groups, args.learning_rate, betas, fused=True)}
         if args.compile:
@@ -1144,8 +1148,11 @@ def mooss_pictures(agent, replay, index):
 def picture_of_masks(obs, masked_obs, seq_len, channels):
     """Eight newest frames of a sequence above what is left of them: (16, C, H, W) in bytes."""
     shown = torch.linspace(0, seq_len - 1, 8).long()
-    pair = torch.cat([obs[shown, -channels:], masked_obs[shown, -channels:]])
-    pair = F.interpolate(pair, scale_factor=math.ceil(160 / pair.shape[-1]))  # large enough to see
+    above = obs[shown, -channels:]
+    below = masked_obs[shown, -channels:]
+    pair = torch.cat([above, below])
+    large_enough = math.ceil(160 / pair.shape[-1])
+    pair = F.interpolate(pair, scale_factor=large_enough)
     pair = (255 * pair / pair.max().clamp(min=1e-6)).byte()
     return F.pad(pair, (0, 8, 0, 8), value=255)  # frames do not run into each other
 
@@ -1190,7 +1197,8 @@ def evaluate(agent, args, device, step, keep_going, video=None):
                 continue
             if dice[game].random() < args.eval_epsilon:
                 action = dice[game].integers(agent.num_actions)
-            obs[game], reward, terminated, truncated, _ = envs[game].step(int(action))
+            outcome = envs[game].step(int(action))
+            obs[game], reward, terminated, truncated, _ = outcome
             scores[game] += float(reward)
             lengths[game] += 1
             if terminated or truncated:
@@ -1251,7 +1259,8 @@ def main(args):
     learning_steps = max(0, args.total_timesteps - args.min_replay)
     updates = args.updates_per_step * math.ceil(learning_steps / args.replay_period)
     counters, logs = folder.restore(agent, replay, Counters())
-    common.print_plan(args, run_dir, agent, replay, PAPER, max(0, updates - counters.update))
+    updates_left = max(0, updates - counters.update)
+    common.print_plan(args, run_dir, agent, replay, PAPER, updates_left)
     resumed_at = counters.step
     logger = common.RunLogger(run_dir, args, counters.step, logs)
     progress = common.Progress(args, counters.step, stop)

@@ -692,7 +692,8 @@ class PredictiveDecoder(nn.Module):
         channel = torch.arange(0, dim, 2, device=states.device)
         frequency = torch.exp(channel * (-math.log(10000.0) / dim))
         angle = step[:, None] * frequency  # (F, d / 2)
-        return torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)[:, :dim]
+        waves = torch.stack([angle.sin(), angle.cos()], dim=2)  # (F, d / 2, 2)
+        return waves.flatten(1)[:, :dim]
 
 
 # -------------------------------------------------------------------------------------------- loss
@@ -813,7 +814,8 @@ class Agent(nn.Module):
             self.masks = MaskBank(args, args.aux_batch_size, device)
         self.to(device, memory_format=torch.channels_last)
 
-        adam = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[args.optimizer]
+        optimizers = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+        adam = optimizers[args.optimizer]
         betas = (args.beta1, args.beta2)
         alpha_betas = (args.alpha_beta1, args.alpha_beta2)
         self.optimizers = {
@@ -1067,8 +1069,11 @@ def mooss_pictures(agent, replay, index):
 def picture_of_masks(obs, masked_obs, seq_len, channels):
     """Eight newest frames of a sequence above what is left of them: (16, C, H, W) in bytes."""
     shown = torch.linspace(0, seq_len - 1, 8).long()
-    pair = torch.cat([obs[shown, -channels:], masked_obs[shown, -channels:]])
-    pair = F.interpolate(pair, scale_factor=math.ceil(160 / pair.shape[-1]))  # large enough to see
+    above = obs[shown, -channels:]
+    below = masked_obs[shown, -channels:]
+    pair = torch.cat([above, below])
+    large_enough = math.ceil(160 / pair.shape[-1])
+    pair = F.interpolate(pair, scale_factor=large_enough)
     pair = (255 * pair / pair.max().clamp(min=1e-6)).byte()
     return F.pad(pair, (0, 8, 0, 8), value=255)  # frames do not run into each other
 
@@ -1159,7 +1164,8 @@ def main(args):
     run_dir = folder.claim(common.provenance(__file__, device, PACKAGES))
     updates = max(0, math.ceil(args.total_timesteps / args.action_repeat) - args.init_steps)
     counters, logs = folder.restore(agent, replay, Counters())
-    common.print_plan(args, run_dir, agent, replay, PAPER, max(0, updates - counters.update))
+    updates_left = max(0, updates - counters.update)
+    common.print_plan(args, run_dir, agent, replay, PAPER, updates_left)
     resumed_at = counters.step
     logger = common.RunLogger(run_dir, args, counters.step, logs)
     progress = common.Progress(args, counters.step, stop)
