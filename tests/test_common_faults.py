@@ -352,7 +352,8 @@ def soak(script, updates, tmp_path):
     print(f"{script}: {updates} updates; memory {memory_before:.1f} -> {memory_after:.1f} MB, "
           f"open files {files_before} -> {files_after}")
     assert memory_after <= memory_before + 8
-    assert files_after <= files_before
+    # A sample may meet a file that is open for a moment; a leak would grow with every row.
+    assert files_after <= files_before + 2
 
 
 @BOTH
